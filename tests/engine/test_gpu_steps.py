@@ -57,6 +57,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 256,
         "rotary_pct": 0.25,
     },
+    "qwen, mixture of experts": COMMON
+    | {
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
 }
 
 
@@ -135,7 +147,7 @@ def generate(
 @pytest.mark.parametrize(
     ("name", "longest", "formats"),
     [
-        *zip(MODELS, (258, 35, 35), ({},) * 3, strict=True),
+        *zip(MODELS, (258, 35, 35, 35), ({},) * 4, strict=True),
         ("opt", 35, {"quantization": "int8"}),
         ("opt", 35, {"kv_dtype": "int8"}),
         ("llama, grouped heads", 35, {"kv_dtype": "int8"}),

@@ -13,8 +13,13 @@ from fastserve_kernels.gpu import (
     paged_decode,
     paged_prefill,
     pinned_copies,
+    sums,
+)
+from fastserve_kernels.gpu import (
+    grouped_linear as grouped,
 )
 from fastserve_kernels.int8_cache import SCALE_BYTES
+from fastserve_kernels.routes import Routes
 from torch import Tensor
 
 TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 256, 40, 4000, 16
@@ -87,6 +92,31 @@ def linear(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -
         _empty(dtype, out_features),
         relu=True,
     )
+
+
+def grouped_linear(
+    dtype: torch.dtype, rows: int, groups: int, out_features: int, in_features: int,
+    int8: bool = False,
+) -> None:  # fmt: skip
+    grouped.grouped_linear(
+        _empty(dtype, rows, in_features),
+        _integers(groups + 1),
+        _integers(rows),
+        _empty(torch.int8 if int8 else dtype, groups, out_features, in_features),
+        _empty(dtype, groups, out_features) if int8 else None,
+        _empty(dtype, groups, out_features),
+    )
+
+
+def clamped_swiglu(dtype: torch.dtype, size: int) -> None:
+    activations.clamped_swiglu(_empty(dtype, TOKENS, 2 * size), 1.702, 7.0)
+
+
+def sum_choices(dtype: torch.dtype, size: int) -> None:
+    choices, experts = 8, 64
+    routes = Routes(_integers(TOKENS * choices), _integers(experts + 1), _integers(TOKENS, choices))
+    weights = _empty(torch.float32, TOKENS, choices)
+    sums.sum_choices(_empty(dtype, TOKENS * choices, size), weights, routes)
 
 
 def decode(

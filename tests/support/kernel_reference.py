@@ -7,7 +7,7 @@ float64 unless a docstring says otherwise.
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from fastserve_kernels.attention_rule import AttentionRule
@@ -149,6 +149,40 @@ def silu_mul(x: Tensor) -> Tensor:
     """See `ops.silu_mul`."""
     gate, up = x.double().chunk(2, dim=-1)
     return gate / (1 + (-gate).exp()) * up
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ops.clamped_swiglu`."""
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp_max(limit), up.clamp_min(-limit).clamp_max(limit)
+    return (up + 1) * gate / (1 + (-alpha * gate).exp())
+
+
+def grouped_linear(
+    x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, rows: Tensor | None
+) -> Tensor:
+    """See `GroupedLinear`. Rows of no group are zeros."""
+    y = torch.zeros(len(x if rows is None else rows), weights.shape[1], dtype=torch.float64)
+    for group, weight in enumerate(weights):
+        for row in range(int(starts[group]), int(starts[group + 1])):
+            y[row] = weight.double() @ x[row if rows is None else int(rows[row])].double()
+            if biases is not None:
+                y[row] += biases[group].double()
+    return y
+
+
+def mixture(y: Tensor, experts: Tensor, weights: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
+    """See `ops.sum_choices`: for each token the sum of its experts' results.
+
+    y [R, n], experts and weights [T, choices]; tokens and starts as in `Routes`.
+    """
+    out = torch.zeros(len(experts), y.shape[1], dtype=torch.float64)
+    for expert, (start, end) in enumerate(pairwise(starts.tolist())):
+        for row in range(start, end):
+            token = int(tokens[row])
+            weight = weights[token][experts[token] == expert].double()
+            out[token] += weight * y[row].double()
+    return out
 
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:

@@ -198,12 +198,14 @@ def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample
 
 
 class _StepTimer:
-    """Times single steps with made-up tokens."""
+    """Times single steps with random tokens: experts of a mixture are chosen by the tokens."""
 
     def __init__(self, ranks: ReadyRanks) -> None:
         limits = ranks.limits
         self._executor, self._now = ranks.executor, ranks.now
         self._block_size = limits.block_size
+        self._tokens = random.Random(_SEED)
+        self._vocab_size = int(ranks.identity.shape["vocab_size"])
         self._num_blocks = min(limits.num_blocks, max(1, _KV_TOKENS // limits.block_size))
         self._num_written = 0  # blocks [0, n) hold keys and values
         self._next_block = 0
@@ -266,9 +268,15 @@ class _StepTimer:
         self._num_steps += 1
         return Step.of(
             self._num_steps,
-            [(start, [3] * count, self._table(start, count)) for start, count, _ in ordered],
+            [
+                (start, self._random_tokens(count), self._table(start, count))
+                for start, count, _ in ordered
+            ],
             num_partial=sum(not samples for *_, samples in ordered),
         )
+
+    def _random_tokens(self, count: int) -> list[int]:
+        return [self._tokens.randrange(self._vocab_size) for _ in range(count)]
 
     def _table(self, start: int, count: int) -> list[int]:
         """A block table that takes blocks in turn. A job that reads KV gets only written blocks.

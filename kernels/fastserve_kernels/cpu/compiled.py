@@ -13,6 +13,7 @@ from torch import Tensor
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
 from fastserve_kernels.int8_cache import is_int8
+from fastserve_kernels.routes import Routes
 
 _INT = ctypes.c_int64
 _REAL = ctypes.c_double
@@ -28,6 +29,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL]),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
     "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_clamped_swiglu": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3 + [_REAL] * 2),
+    "fs_sort_choices": (None, [_POINTER] * 4 + [_INT] * 4),
+    "fs_sum_choices": (None, [_INT] + [_POINTER] * 5 + [_INT] * 3),
     "fs_gelu_tanh_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_packed_size": (_INT, [_INT] * 3),
@@ -35,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
     "fs_int8_linear": (None, [_INT] + [_POINTER] * 5 + [_INT] * 5),
+    "fs_grouped_linear": (None, [_INT] + [_POINTER] * 7 + [_INT] * 4),
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -67,6 +72,9 @@ class CompiledKernels:
         self._rms_norm_heads = functions.fs_rms_norm_heads
         self._rotate = functions.fs_rotate
         self._silu_mul = functions.fs_silu_mul
+        self._clamped_swiglu = functions.fs_clamped_swiglu
+        self._sort_choices = functions.fs_sort_choices
+        self._sum_choices = functions.fs_sum_choices
         self._gelu_tanh_mul = functions.fs_gelu_tanh_mul
         self._argmax_rows = functions.fs_argmax_rows
         self._packed_size = functions.fs_packed_size
@@ -74,6 +82,7 @@ class CompiledKernels:
         self._pack_int8_weight = functions.fs_pack_int8_weight
         self._linear = functions.fs_linear
         self._int8_linear = functions.fs_int8_linear
+        self._grouped_linear = functions.fs_grouped_linear
 
     @classmethod
     def load(cls) -> CompiledKernels:
@@ -197,6 +206,33 @@ class CompiledKernels:
         """See `ops.gelu_tanh_mul`."""
         return _gate_mul(self._gelu_tanh_mul, x)
 
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        """See `ops.clamped_swiglu`."""
+        return _gate_mul(self._clamped_swiglu, x, alpha, limit)
+
+    def sort_choices(self, experts: Tensor, first: int, count: int) -> Routes:
+        """See `ops.sort_choices`. experts: contiguous."""
+        num_tokens, choices = experts.shape
+        tokens = torch.empty(experts.numel(), dtype=torch.int32)
+        starts = torch.empty(count + 1, dtype=torch.int32)
+        places = torch.empty(experts.shape, dtype=torch.int32)
+        self._sort_choices(
+            experts.data_ptr(), tokens.data_ptr(), starts.data_ptr(), places.data_ptr(),
+            num_tokens, choices, first, count,
+        )  # fmt: skip
+        return Routes(tokens, starts, places)
+
+    def sum_choices(self, y: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        """See `ops.sum_choices`."""
+        num_tokens, choices = weights.shape
+        size = y.shape[1]
+        out = torch.empty((num_tokens, size), dtype=y.dtype)
+        self._sum_choices(
+            _DTYPE_CODES[y.dtype], y.data_ptr(), weights.data_ptr(), routes.places.data_ptr(),
+            routes.starts[-1:].data_ptr(), out.data_ptr(), num_tokens, choices, size,
+        )  # fmt: skip
+        return out
+
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """See `ops.argmax_rows`."""
         rows, size = logits.shape
@@ -207,12 +243,22 @@ class CompiledKernels:
         )  # fmt: skip
         return out
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
-        """Pack weight [out, in], rows contiguous. The result is opaque, for `linear`."""
+    def packed_size(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        """Elements of a packed weight for x of `dtype`."""
+        return int(self._packed_size(_DTYPE_CODES[dtype], out_features, in_features))
+
+    def pack_weight(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
+        """Pack weight [out, in], rows contiguous. The result is opaque, for `linear`.
+
+        panels: contiguous, of `packed_size`, to pack into.
+        """
         out, size = weight.shape
-        dtype = _DTYPE_CODES[weight.dtype]
-        panels = torch.empty(self._packed_size(dtype, out, size), dtype=weight.dtype)
-        self._pack_weight(dtype, weight.data_ptr(), panels.data_ptr(), out, size, weight.stride(0))
+        if panels is None:
+            panels = torch.empty(self.packed_size(out, size, weight.dtype), dtype=weight.dtype)
+        self._pack_weight(
+            _DTYPE_CODES[weight.dtype], weight.data_ptr(), panels.data_ptr(), out, size,
+            weight.stride(0),
+        )  # fmt: skip
         return panels
 
     def linear(
@@ -228,14 +274,19 @@ class CompiledKernels:
         )  # fmt: skip
         return y
 
-    def pack_int8_weight(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    def pack_int8_weight(
+        self, codes: Tensor, dtype: torch.dtype, panels: Tensor | None = None
+    ) -> Tensor:
         """Pack int8 codes [out, in] from -127 to 127, rows contiguous. The result is opaque, for
-        `int8_linear` with x of `dtype`."""
+        `int8_linear` with x of `dtype`.
+
+        panels: as in `pack_weight`.
+        """
         out, size = codes.shape
-        code = _DTYPE_CODES[dtype]
-        panels = torch.empty(self._packed_size(code, out, size), dtype=torch.int8)
+        if panels is None:
+            panels = torch.empty(self.packed_size(out, size, dtype), dtype=torch.int8)
         self._pack_int8_weight(
-            code, codes.data_ptr(), panels.data_ptr(), out, size, codes.stride(0)
+            _DTYPE_CODES[dtype], codes.data_ptr(), panels.data_ptr(), out, size, codes.stride(0)
         )
         return panels
 
@@ -261,9 +312,36 @@ class CompiledKernels:
         )  # fmt: skip
         return y
 
+    def grouped_linear(
+        self,
+        x: Tensor,
+        starts: Tensor,
+        rows: Tensor | None,
+        panels: Tensor,
+        scales: Tensor | None,
+        biases: Tensor | None,
+        out_features: int,
+    ) -> Tensor:
+        """See `GroupedLinear`. x: rows contiguous.
 
-def _gate_mul(function: Any, x: Tensor) -> Tensor:
+        panels: [groups, packed_size], int8 if there are scales.
+        scales: [groups, out_features], contiguous, of x's dtype.
+        biases: [groups, out_features], contiguous, of x's dtype.
+        """
+        y = torch.empty((len(x) if rows is None else len(rows), out_features), dtype=x.dtype)
+        self._grouped_linear(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), None if rows is None else rows.data_ptr(),
+            starts.data_ptr(), panels.data_ptr(), None if scales is None else scales.data_ptr(),
+            None if biases is None else biases.data_ptr(), y.data_ptr(), len(panels), x.shape[1],
+            out_features, x.stride(0),
+        )  # fmt: skip
+        return y
+
+
+def _gate_mul(function: Any, x: Tensor, *more: float) -> Tensor:
     rows, double = x.shape
     out = torch.empty((rows, double // 2), dtype=x.dtype)
-    function(_DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0))
+    function(
+        _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0), *more
+    )
     return out

@@ -94,6 +94,7 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python tests/support/configuration_page.py
+	$(BIN)/python tests/support/models_page.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import attention_cases
+import experts_cases
 import linear_cases
 import rowwise_cases
 import torch
@@ -139,4 +140,5 @@ def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
 
 @cache
 def _cases() -> list[Case]:
-    return [*attention_cases.cases(), *linear_cases.cases(), *rowwise_cases.cases()]
+    modules = (attention_cases, experts_cases, linear_cases, rowwise_cases)
+    return [case for module in modules for case in module.cases()]

@@ -40,16 +40,21 @@ from fastserve_kernels.backend import (
     uses_triton,
 )
 from fastserve_kernels.cpu import plain_torch
+from fastserve_kernels.grouped_linear import GroupedLinear
 from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
+from fastserve_kernels.routes import Routes
 
 __all__ = [
     "AttentionRule",
+    "GroupedLinear",
     "Int8Linear",
     "PackedLinear",
+    "Routes",
     "add_layer_norm",
     "add_rms_norm",
     "argmax_rows",
+    "clamped_swiglu",
     "cpu_backend",
     "gelu_tanh_mul",
     "kv_write",
@@ -60,6 +65,8 @@ __all__ = [
     "rotate",
     "silu_mul",
     "set_cpu_backend",
+    "sort_choices",
+    "sum_choices",
     "uses_triton",
 ]
 
@@ -173,25 +180,29 @@ def add_layer_norm(
     return kernels_for(x).add_layer_norm(x, residual, weight, bias, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Residual addition and RMS norm in one pass: (x + residual, RMSNorm(x + residual)).
 
     x, residual: [T, hidden] of one dtype, rows contiguous.
     weight: [hidden] of that dtype.
+    shift: is added to the weight in fp32. Gemma's checkpoints have weights less 1.
 
     The sum is rounded to the dtype and then normalised in fp32.
     Returns two new contiguous tensors [T, hidden].
     """
-    return kernels_for(x).add_rms_norm(x, residual, weight, eps)
+    return kernels_for(x).add_rms_norm(x, residual, weight, eps, shift)
 
 
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> None:
     """RMS norm of each head of T tokens, in place, in fp32.
 
     x: [T, heads, head_dim]; only the last dimension must be contiguous.
     weight: [head_dim] of x's dtype, contiguous; all heads share it.
+    shift: as in `add_rms_norm`.
     """
-    kernels_for(x).rms_norm_heads(x, weight, eps)
+    kernels_for(x).rms_norm_heads(x, weight, eps, shift)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
@@ -212,6 +223,39 @@ def silu_mul(x: Tensor) -> Tensor:
     x: rows contiguous. Returns a new contiguous tensor of x's dtype.
     """
     return kernels_for(x).silu_mul(x)
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """The gate of gpt-oss, in fp32: [T, 2n] -> [T, n].
+
+    The first half g of each row is cut to at most `limit`, the second half u to ±`limit`. The
+    result is (u + 1) · g · sigmoid(alpha · g).
+
+    x: rows contiguous. Returns a new contiguous tensor of x's dtype.
+    """
+    return kernels_for(x).clamped_swiglu(x, alpha, limit)
+
+
+def sort_choices(experts: Tensor, first: int, count: int) -> Routes:
+    """Sort the tokens' choices by expert, those of one expert by token.
+
+    experts: int64 [T, choices], contiguous, distinct in each row.
+    first, count: only the experts [first, first + count) are here. They are numbered from 0.
+    """
+    on_cpu = None if uses_triton(experts.device) else compiled_for(experts.new_empty(0).float())
+    return (on_cpu or plain_torch).sort_choices(experts, first, count)
+
+
+def sum_choices(y: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    """For each token the weighted sum of its experts' results, in fp32 and in the order of its
+    choices: [R, n] -> [T, n].
+
+    y: contiguous. Rows from routes.starts[-1] on are not used, whatever they hold.
+    weights: float32 [T, choices], contiguous.
+
+    Returns a new contiguous tensor of y's dtype.
+    """
+    return kernels_for(y).sum_choices(y, weights, routes)
 
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.rank_protocol.messages import Ready, Setup
-from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
+from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig, OPTConfig
 
 VOCAB_SIZE = 381  # an odd number, so that ranks have parts of different sizes
 POSITIONS = 128
@@ -37,6 +37,16 @@ MODELS = {
         **SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4}, intermediate_size=130
     ),
     "gpt_neox": GPTNeoXConfig(**SHAPE, intermediate_size=128),
+    # Two ranks have experts of different numbers.
+    "gpt_oss": GptOssConfig(
+        **SHAPE,
+        intermediate_size=64,
+        head_dim=16,
+        num_key_value_heads=2,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=20,
+    ),
 }
 DEADLINE_S = 30.0
 START_TIMEOUT_S = 120.0

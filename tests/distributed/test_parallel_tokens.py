@@ -21,7 +21,9 @@ SAMPLED = SamplingParams(
 )
 # Covers each architecture, each size and each number of stages with few processes, as each has to
 # import torch. tests/models covers all combinations.
-DIVISIONS = [("opt", 1, 2), ("opt_350m", 2, 2), ("llama", 2, 3), ("gpt_neox", 4, 1)]
+DIVISIONS = [
+    ("opt", 1, 2), ("opt_350m", 2, 2), ("llama", 2, 3), ("gpt_neox", 4, 1), ("gpt_oss", 2, 2)
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

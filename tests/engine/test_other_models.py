@@ -23,8 +23,8 @@ CHUNK = 48
 LIMITED = ("phi3_long",)  # its rotation holds for fewer positions
 # With these each part of a layer runs that a family may have.
 FIRST = (
-    "llama", "gpt_neox", "cohere2", "gemma2_capped", "gemma3", "granite", "olmo2", "phi3", "qwen2",
-    "smollm3_windows", "starcoder2",
+    "llama", "gpt_neox", "cohere2", "gemma2_capped", "gemma3", "gpt_oss", "granite", "olmo2",
+    "phi3", "qwen2", "smollm3_windows", "starcoder2",
 )  # fmt: skip
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -77,21 +77,11 @@ def byte_level_bpe() -> Tokenizer:
     return tokenizer
 
 
-def metadata(config: LlamaConfig) -> Fields:
-    """The fields of a LLaMA model with a byte-level vocabulary; integers become uint32."""
+def tokenizer_fields() -> Fields:
+    """The fields of a byte-level vocabulary."""
     bpe = json.loads(byte_level_bpe().to_str())["model"]
     tokens = sorted(bpe["vocab"], key=bpe["vocab"].__getitem__)
     return {
-        "llama.vocab_size": config.vocab_size,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
@@ -104,6 +94,22 @@ def metadata(config: LlamaConfig) -> Fields:
         "tokenizer.ggml.eot_token_id": END_OF_TURN,
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def metadata(config: LlamaConfig) -> Fields:
+    """The fields of a LLaMA model with a byte-level vocabulary; integers become uint32."""
+    return tokenizer_fields() | {
+        "llama.vocab_size": config.vocab_size,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoder_checkpoints import POSITIONS
 from fastserve_backend.checkpoints.layer_groups import LayerGroups
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.attention import AttentionBatch, CPUBatch
@@ -17,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 BLOCK_SIZE = 4
-POSITIONS = 48
 TOLERANCE = 1e-4
 
 
@@ -63,7 +63,8 @@ class PagedExecutor:
             self.jobs.append(Job(tokens, blocks))
         config = config.get_text_config()
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-        head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
         self._kv = torch.full(
             (total, config.num_hidden_layers, 2, heads, BLOCK_SIZE, head_dim), float("nan")
         )

@@ -13,6 +13,7 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, with_tokenizer_fields, write_llama
+from tokenizers import Tokenizer as FastTokenizer
 
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "lo", "hello", "▁hello", "w", "▁w"]
 ADDED = ["<|im_start|>", "<|im_end|>", "<tool call>"]
@@ -121,6 +122,16 @@ def test_begin_and_end_token_of_one_text(tmp_path: Path) -> None:
     )
     assert ours.encode("hello")[0] in (2, len(TOKENS))
     assert {2, len(TOKENS)} <= set(ours.end_token_ids)
+
+
+@pytest.mark.parametrize(("added", "expected"), [(True, "hello"), (False, " hello")])
+def test_a_first_space_is_dropped_only_where_one_was_added(
+    tmp_path: Path, added: bool, expected: str
+) -> None:
+    """By other programs that read the converted files."""
+    sentencepiece(tmp_path, add_space_prefix=added)
+    fast = FastTokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert fast.decode([TOKENS.index("▁hello")]) == expected
 
 
 def best_pairs(text: str) -> list[str]:

@@ -32,6 +32,11 @@ class Variant:
         self._fields = SIZES | fields
 
     @property
+    def model_type(self) -> str:
+        model_type: str = self._class.model_type
+        return model_type
+
+    @property
     def has_windows(self) -> bool:
         return self._fields.get("sliding_window") is not None
 
@@ -49,6 +54,30 @@ def long_rope(pairs: int, trained: int) -> dict[str, Any]:
     }
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
+MIXTURES: dict[str, Variant] = {
+    "gpt_oss": Variant(
+        "GptOss", **HEAD_DIM, **WINDOWED, num_local_experts=5, num_experts_per_tok=2
+    ),
+    "mixtral": Variant("Mixtral", num_local_experts=5, num_experts_per_tok=2),
+    "mixtral_windows": Variant("Mixtral", **WINDOWED, num_local_experts=3, num_experts_per_tok=1),
+    "olmoe": Variant("Olmoe", **EXPERTS, clip_qkv=0.9),
+    "qwen2_moe": Variant(
+        "Qwen2Moe",
+        **EXPERTS,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        decoder_sparse_step=2,
+    ),
+    "qwen3_moe": Variant(
+        "Qwen3Moe",
+        **EXPERTS,
+        **HEAD_DIM,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+}
 FAMILIES: dict[str, Variant] = {
     "arcee": Variant("Arcee", mlp_bias=True),
     "cohere": Variant("Cohere"),
@@ -140,5 +169,6 @@ FAMILIES: dict[str, Variant] = {
     "starcoder2": Variant("Starcoder2", **WINDOWED),
     "starcoder2_without_biases": Variant("Starcoder2", use_bias=False),
     "vaultgemma": Variant("VaultGemma", **HEAD_DIM, **WINDOWED),
+    **MIXTURES,
 }
 VARIANTS = {name: variant.config() for name, variant in FAMILIES.items()}

@@ -13,8 +13,13 @@ from fastserve_kernels.gpu import (
     paged_decode,
     paged_prefill,
     pinned_copies,
+    sums,
+)
+from fastserve_kernels.gpu import (
+    grouped_linear as grouped,
 )
 from fastserve_kernels.int8_cache import SCALE_BYTES
+from fastserve_kernels.routes import Routes
 from torch import Tensor
 
 TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 256, 40, 4000, 16
@@ -41,12 +46,12 @@ def add_layer_norm(dtype: torch.dtype, size: int) -> None:
 
 def add_rms_norm(dtype: torch.dtype, size: int) -> None:
     x = _empty(dtype, TOKENS, size)
-    norms.add_rms_norm(x, x, _empty(dtype, size), 1e-5)
+    norms.add_rms_norm(x, x, _empty(dtype, size), 1e-5, 0.0)
 
 
 def rms_norm_heads(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
-    norms.rms_norm_heads(query, _empty(dtype, head_dim), 1e-5)
+    norms.rms_norm_heads(query, _empty(dtype, head_dim), 1e-5, 0.0)
 
 
 def kv_write(dtype: torch.dtype, kv_heads: int, head_dim: int, int8: bool = False) -> None:
@@ -89,23 +94,51 @@ def linear(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -
     )
 
 
+def grouped_linear(
+    dtype: torch.dtype, rows: int, groups: int, out_features: int, in_features: int,
+    int8: bool = False,
+) -> None:  # fmt: skip
+    grouped.grouped_linear(
+        _empty(dtype, rows, in_features),
+        _integers(groups + 1),
+        _integers(rows),
+        _empty(torch.int8 if int8 else dtype, groups, out_features, in_features),
+        _empty(dtype, groups, out_features) if int8 else None,
+        _empty(dtype, groups, out_features),
+    )
+
+
+def clamped_swiglu(dtype: torch.dtype, size: int) -> None:
+    activations.clamped_swiglu(_empty(dtype, TOKENS, 2 * size), 1.702, 7.0)
+
+
+def sum_choices(dtype: torch.dtype, size: int) -> None:
+    choices, experts = 8, 64
+    routes = Routes(_integers(TOKENS * choices), _integers(experts + 1), _integers(TOKENS, choices))
+    weights = _empty(torch.float32, TOKENS, choices)
+    sums.sum_choices(_empty(dtype, TOKENS * choices, size), weights, routes)
+
+
 def decode(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = JOBS,
-    table_entries: int = TABLE_ENTRIES, items: int = ITEMS, int8: bool = False,
+    table_entries: int = TABLE_ENTRIES, items: int = ITEMS, int8: bool = False, window: int = 0,
+    capped: bool = False, sinks: bool = False,
 ) -> None:  # fmt: skip
     n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
         query[:n], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items),
-        AttentionRule(head_dim**-0.5), _empty(dtype, TOKENS, heads, head_dim)[:n],
+        _rule(heads, head_dim, window, capped, sinks),
+        _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
     )  # fmt: skip
 
 
 def prefill(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = 0,
-    table_entries: int = TABLE_ENTRIES, int8: bool = False,
+    table_entries: int = TABLE_ENTRIES, int8: bool = False, window: int = 0, capped: bool = False,
+    sinks: bool = False,
 ) -> None:  # fmt: skip
     """Launches prefill for the rows and jobs after the decodes."""
     n = num_decodes
@@ -113,7 +146,7 @@ def prefill(
     paged_prefill.paged_prefill(
         query[n:], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
-        AttentionRule(head_dim**-0.5),
+        _rule(heads, head_dim, window, capped, sinks),
         _empty(dtype, TOKENS, heads, head_dim)[n:],
     )  # fmt: skip
 
@@ -129,6 +162,15 @@ def step(
     """Decodes, followed by prefills in the same tensors."""
     decode(dtype, heads, kv_heads, head_dim, num_decodes, table_entries, items=num_decodes + 1)
     prefill(dtype, heads, kv_heads, head_dim, num_decodes, table_entries)
+
+
+def _rule(heads: int, head_dim: int, window: int, capped: bool, sinks: bool) -> AttentionRule:
+    return AttentionRule(
+        head_dim**-0.5,
+        window or None,
+        50.0 if capped else None,
+        _empty(torch.float32, heads) if sinks else None,
+    )
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:

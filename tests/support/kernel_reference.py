@@ -7,7 +7,7 @@ float64 unless a docstring says otherwise.
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from fastserve_kernels.attention_rule import AttentionRule
@@ -120,18 +120,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
     return y.clamp_min(0.0) if relu else y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`. The sum has x's dtype, as there."""
     total = x + residual
-    rows = [row * (row.square().mean() + eps).rsqrt() * weight.double() for row in total.double()]
+    scale = weight.double() + shift
+    rows = [row * (row.square().mean() + eps).rsqrt() * scale for row in total.double()]
     return total, torch.stack(rows) if rows else total.double()
 
 
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """The content of x after `ops.rms_norm_heads`."""
     out = x.double().clone()
     for head in out.flatten(0, 1):
-        head *= (head.square().mean() + eps).rsqrt() * weight.double()
+        head *= (head.square().mean() + eps).rsqrt() * (weight.double() + shift)
     return out
 
 
@@ -149,6 +152,40 @@ def silu_mul(x: Tensor) -> Tensor:
     """See `ops.silu_mul`."""
     gate, up = x.double().chunk(2, dim=-1)
     return gate / (1 + (-gate).exp()) * up
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ops.clamped_swiglu`."""
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp_max(limit), up.clamp_min(-limit).clamp_max(limit)
+    return (up + 1) * gate / (1 + (-alpha * gate).exp())
+
+
+def grouped_linear(
+    x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, rows: Tensor | None
+) -> Tensor:
+    """See `GroupedLinear`. Rows of no group are zeros."""
+    y = torch.zeros(len(x if rows is None else rows), weights.shape[1], dtype=torch.float64)
+    for group, weight in enumerate(weights):
+        for row in range(int(starts[group]), int(starts[group + 1])):
+            y[row] = weight.double() @ x[row if rows is None else int(rows[row])].double()
+            if biases is not None:
+                y[row] += biases[group].double()
+    return y
+
+
+def mixture(y: Tensor, experts: Tensor, weights: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
+    """See `ops.sum_choices`: for each token the sum of its experts' results.
+
+    y [R, n], experts and weights [T, choices]; tokens and starts as in `Routes`.
+    """
+    out = torch.zeros(len(experts), y.shape[1], dtype=torch.float64)
+    for expert, (start, end) in enumerate(pairwise(starts.tolist())):
+        for row in range(start, end):
+            token = int(tokens[row])
+            weight = weights[token][experts[token] == expert].double()
+            out[token] += weight * y[row].double()
+    return out
 
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ LINK = Link(1e-4, 2e-4)
 def identity(**changes: object) -> Identity:
     values: dict[str, object] = {
         "model": "tiny",
-        "shape": {"num_layers": 2, "hidden_size": 64},
+        "shape": {"num_layers": 2, "hidden_size": 64, "vocab_size": 300},
         "hardware": "a slide rule",
         "dtype": "float32",
         "tensor_parallel_size": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from fastserve_backend.profile.fit import Sample, fit, mean_error
@@ -28,6 +29,20 @@ def test_a_fit_predicts_mixes_that_it_has_not_seen() -> None:
     for length in (3, 50, 700, 2000):
         assert fitted.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.05)
         assert fitted.decode_s(length) == pytest.approx(truth.decode_s(length), rel=0.05)
+
+
+def test_the_experts_that_a_batch_reads_are_fitted() -> None:
+    """8 of 64 experts a token: from 1 to 16 tokens, the time grows less and less."""
+    shape = {**identity().shape, "experts": {"count": 64, "top_k": 8}}
+    truth = replace(known_profile(), identity=identity(shape=shape), experts_s=0.02)
+    mixes = random_mixes(LIMITS, 20, random.Random(1)) + full_grid(LIMITS)
+    loads = [IterationLoad.of(mix) for mix in mixes]
+    samples = [Sample(load, truth.iteration_s(load)) for load in loads]
+    fitted = fit(truth.identity, 100, LINK, samples)
+    assert fitted.experts_s == pytest.approx(0.02, rel=0.1)
+    for jobs in (1, 2, 3, 6, 12):  # of which few were measured
+        assert fitted.decodes_s(jobs, 100) == pytest.approx(truth.decodes_s(jobs, 100), rel=0.02)
+    assert fit(identity(), 100, LINK, samples).experts_s == 0
 
 
 def test_disturbed_samples_do_not_spoil_the_others() -> None:

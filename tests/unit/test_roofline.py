@@ -295,6 +295,34 @@ def test_a_sharding_that_does_not_divide_is_refused(
         Roofline(opt("opt-13b"), A100, tensor_parallel, pipeline_parallel)
 
 
+def mixture(tokens: int) -> tuple[float, float]:
+    """Seconds of a batch's decodes, and the bytes of weights that they read."""
+    model = load_model_config("olmoe-1b-7b", load_format="dummy")
+    overhead_s = ITERATION_OVERHEAD_S + model.num_layers * LAYER_OVERHEAD_S
+    load = IterationLoad(tokens, tokens, tokens, 0, 0)  # their contexts are left out
+    # Of the two tables, the input's counts as part of the layers.
+    read = model.num_parameters - model.num_expert_parameters
+    read += model.num_expert_parameters * (1 - (1 - 8 / 64) ** tokens)
+    return Roofline(model, A100).iteration_s(load) - overhead_s, 2 * read
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 32])
+def test_a_batch_reads_the_experts_that_it_chooses(tokens: int) -> None:
+    seconds, read = mixture(tokens)
+    assert seconds == pytest.approx(read / (A100.hbm_bytes_s * HBM_SHARE), rel=1e-6)
+
+
+def test_a_long_prompt_multiplies_the_active_parameters() -> None:
+    model = load_model_config("olmoe-1b-7b", load_format="dummy")
+    roofline = Roofline(model, A100)
+    more_s = roofline.iteration_s(IterationLoad(8192, 0, 0, 0, 0)) - roofline.iteration_s(
+        IterationLoad(4096, 0, 0, 0, 0)
+    )
+    active = model.num_active_parameters - model.num_head_parameters
+    flops = A100.tensor_flops * LINEAR_COMPUTE_SHARE
+    assert more_s == pytest.approx(4096 * 2 * active / flops, rel=1e-3)
+
+
 def test_kv_heads_must_divide_too() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 4; .* 2 KV heads of tiny"):
         Roofline(TINY, SLOW, 4)

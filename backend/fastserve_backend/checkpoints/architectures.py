@@ -21,6 +21,7 @@ from fastserve_backend.checkpoints.families import (
     layer_norm,
     llama,
     mistral,
+    mixtures,
     olmo,
     phi,
     qwen,
@@ -35,6 +36,8 @@ from fastserve_backend.checkpoints.opt_config import OPTConfig
 class Architecture:
     """How models of one ``model_type`` are read, and the class that runs them."""
 
+    models: str
+    """Published models, as people call them."""
     read: Callable[..., ModelConfig]
     """From the fields of a config.json and `CommonFields` to the configuration. Raises ModelError.
     Its module must not import torch."""
@@ -42,6 +45,8 @@ class Architecture:
     """"module:class" of the model class, in ``fastserve_backend.models``."""
     builtin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Built-in configurations: name -> the fields of a config.json."""
+    quantizations: tuple[str, ...] = ()
+    """Of checkpoints that can be read: ``quant_method`` in ``quantization_config``."""
 
     def model_class(self) -> Any:
         """The `CausalLM` subclass. Importing it imports torch."""
@@ -52,39 +57,64 @@ class Architecture:
 # Keyed by the `model_type` of Hugging Face's config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "arcee": Architecture(llama.read_arcee),
-        "cohere": Architecture(cohere.read_cohere),
-        "cohere2": Architecture(cohere.read_cohere2),
-        "cwm": Architecture(llama.read_cwm),
-        "ernie4_5": Architecture(llama.read_ernie4_5),
-        "exaone4": Architecture(olmo.read_exaone4),
-        "gemma": Architecture(gemma.read_gemma),
-        "gemma2": Architecture(gemma.read_gemma2),
-        "gemma3_text": Architecture(gemma.read_gemma3, builtin=gemma.GEMMA3),
-        "glm": Architecture(glm.read_glm),
-        "glm4": Architecture(glm.read_glm4),
+        "arcee": Architecture("Arcee AFM", llama.read_arcee),
+        "cohere": Architecture("Command R, R+", cohere.read_cohere),
+        "cohere2": Architecture("Command R7B, A; Aya", cohere.read_cohere2),
+        "cwm": Architecture("CWM", llama.read_cwm),
+        "ernie4_5": Architecture("ERNIE 4.5 (dense)", llama.read_ernie4_5),
+        "exaone4": Architecture("EXAONE 4", olmo.read_exaone4),
+        "gemma": Architecture("Gemma 1", gemma.read_gemma),
+        "gemma2": Architecture("Gemma 2", gemma.read_gemma2),
+        "gemma3_text": Architecture("Gemma 3", gemma.read_gemma3, builtin=gemma.GEMMA3),
+        "glm": Architecture("GLM-4-9B", glm.read_glm),
+        "glm4": Architecture("GLM-4-0414", glm.read_glm4),
         "gpt_neox": Architecture(
-            GPTNeoXConfig.from_hf, "gpt_neox:GPTNeoXModel", GPTNeoXConfig.builtin
+            "GPT-NeoX, Pythia",
+            GPTNeoXConfig.from_hf,
+            "gpt_neox:GPTNeoXModel",
+            GPTNeoXConfig.builtin,
         ),
-        "granite": Architecture(granite.read_granite),
-        "helium": Architecture(llama.read_helium),
-        "llama": Architecture(llama.read_llama, builtin=llama.BUILTIN),
-        "ministral": Architecture(mistral.read_ministral),
-        "ministral3": Architecture(mistral.read_ministral3),
-        "mistral": Architecture(mistral.read_mistral, builtin=mistral.MISTRAL),
-        "nemotron": Architecture(layer_norm.read_nemotron),
-        "olmo": Architecture(olmo.read_olmo),
-        "olmo2": Architecture(olmo.read_olmo2),
-        "olmo3": Architecture(olmo.read_olmo3),
-        "opt": Architecture(OPTConfig.from_hf, "opt:OPTModel", OPTConfig.builtin),
-        "phi3": Architecture(phi.read_phi3),
-        "qwen2": Architecture(qwen.read_qwen2, builtin=qwen.QWEN2),
-        "qwen3": Architecture(qwen.read_qwen3, builtin=qwen.QWEN3),
-        "seed_oss": Architecture(llama.read_seed_oss),
-        "smollm3": Architecture(smollm.read_smollm3),
-        "stablelm": Architecture(layer_norm.read_stablelm),
-        "starcoder2": Architecture(layer_norm.read_starcoder2),
-        "vaultgemma": Architecture(gemma.read_vaultgemma),
+        "gpt_oss": Architecture(
+            "gpt-oss",
+            mixtures.read_gpt_oss,
+            builtin=mixtures.GPT_OSS,
+            quantizations=("mxfp4",),
+        ),
+        "granite": Architecture("Granite 3", granite.read_granite),
+        "helium": Architecture("Helium", llama.read_helium),
+        "llama": Architecture(
+            "LLaMA 1 to 3.3, SmolLM 1 and 2, Falcon 3, Yi, DeepSeek LLM, TinyLlama",
+            llama.read_llama,
+            builtin=llama.BUILTIN,
+        ),
+        "ministral": Architecture("Ministral 8B", mistral.read_ministral),
+        "ministral3": Architecture("Ministral 3", mistral.read_ministral3),
+        "mistral": Architecture(
+            "Mistral 7B, Nemo, Small", mistral.read_mistral, builtin=mistral.MISTRAL
+        ),
+        "mixtral": Architecture("Mixtral", mixtures.read_mixtral, builtin=mixtures.MIXTRAL),
+        "nemotron": Architecture("Nemotron 4, Minitron", layer_norm.read_nemotron),
+        "olmo": Architecture("OLMo 1", olmo.read_olmo),
+        "olmo2": Architecture("OLMo 2", olmo.read_olmo2),
+        "olmo3": Architecture("OLMo 3", olmo.read_olmo3),
+        "olmoe": Architecture("OLMoE", mixtures.read_olmoe, builtin=mixtures.OLMOE),
+        "opt": Architecture("OPT", OPTConfig.from_hf, "opt:OPTModel", OPTConfig.builtin),
+        "phi3": Architecture("Phi 3, 3.5, 4, 4-mini", phi.read_phi3),
+        "qwen2": Architecture(
+            "Qwen 2, 2.5; DeepSeek-R1-Distill-Qwen", qwen.read_qwen2, builtin=qwen.QWEN2
+        ),
+        "qwen2_moe": Architecture("Qwen 1.5 MoE, Qwen 2 57B-A14B", mixtures.read_qwen2_moe),
+        "qwen3": Architecture("Qwen 3", qwen.read_qwen3, builtin=qwen.QWEN3),
+        "qwen3_moe": Architecture(
+            "Qwen 3 30B-A3B, 235B-A22B; Qwen3-Coder",
+            mixtures.read_qwen3_moe,
+            builtin=mixtures.QWEN3_MOE,
+        ),
+        "seed_oss": Architecture("Seed-OSS", llama.read_seed_oss),
+        "smollm3": Architecture("SmolLM3", smollm.read_smollm3),
+        "stablelm": Architecture("StableLM 2 1.6B, Zephyr 3B", layer_norm.read_stablelm),
+        "starcoder2": Architecture("StarCoder2", layer_norm.read_starcoder2),
+        "vaultgemma": Architecture("VaultGemma", gemma.read_vaultgemma),
     }
 )
 

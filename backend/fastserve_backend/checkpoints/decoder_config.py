@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, TypedDict, Unpack
 
+from fastserve_backend.checkpoints.experts_config import ExpertsConfig
 from fastserve_backend.checkpoints.hf_config import HFConfig, checked_head_dim
 from fastserve_backend.checkpoints.model_config import CommonFields, ModelConfig
 from fastserve_backend.checkpoints.rotary_config import Rotary
@@ -139,6 +140,8 @@ class Switches(TypedDict, total=False):
     residual_factor: float
     logit_factor: float
     logit_soft_cap: float | None
+    experts: ExpertsConfig | None
+    dense_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +184,9 @@ class DecoderConfig(ModelConfig):
     logit_factor: float = 1.0
     logit_soft_cap: float | None = None
     """c: a logit l becomes c · tanh(l / c)."""
+    experts: ExpertsConfig | None = None
+    """In place of the feed-forward block of each layer, except `dense_layers`."""
+    dense_layers: tuple[int, ...] = ()
 
     @classmethod
     def read(
@@ -228,25 +234,56 @@ class DecoderConfig(ModelConfig):
     def windows(self) -> tuple[int | None, ...]:
         return self.window_of_layer or super().windows
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of this layer; None if it has a feed-forward block."""
+        return None if layer in self.dense_layers else self.experts
+
     @property
     def num_layer_parameters(self) -> int:
+        return self._num_layers_parameters // self.num_layers
+
+    @property
+    def num_parameters(self) -> int:
+        tables = 1 if self.tie_word_embeddings else 2
+        total = self._num_layers_parameters + tables * self.num_head_parameters
+        return total + self._num_norm_parameters
+
+    @property
+    def num_expert_parameters(self) -> int:
+        if self.experts is None:
+            return 0
+        layers = self.num_layers - len(self.dense_layers)
+        each = self.experts.num_expert_parameters(self.hidden_size)
+        return layers * self.experts.count * each
+
+    def share_of_experts_read(self, tokens: int) -> float:
+        return 0.0 if self.experts is None else self.experts.share_read(tokens)
+
+    @property
+    def _num_layers_parameters(self) -> int:
+        """Of all layers together."""
         hidden, ffn = self.hidden_size, self.intermediate_size
+        feed_forward = len(self.mlp) * hidden * ffn
+        feed_forward += self.mlp_bias * ((len(self.mlp) - 1) * ffn + hidden)
+        blocks = (self.experts_of(layer) for layer in range(self.num_layers))
+        return self.num_layers * self._num_attention_parameters + sum(
+            feed_forward if experts is None else experts.num_parameters(hidden)
+            for experts in blocks
+        )
+
+    @property
+    def _num_attention_parameters(self) -> int:
+        """Of a layer, with its norms."""
+        hidden = self.hidden_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = hidden * (2 * q + 2 * kv) + len(self.mlp) * hidden * ffn
+        layer = hidden * (2 * q + 2 * kv)
         layer += self.norms.count * self._num_norm_parameters
         layer += self.qkv_bias * (q + 2 * kv) + self.out_bias * hidden
-        layer += self.mlp_bias * ((len(self.mlp) - 1) * ffn + hidden)
         if self.qk_norm == "head":
             layer += 2 * self.head_dim
         elif self.qk_norm == "all_heads":
             layer += q + kv
         return layer + self.has_sinks * self.num_heads
-
-    @property
-    def num_parameters(self) -> int:
-        tables = 1 if self.tie_word_embeddings else 2
-        total = self.num_layers * self.num_layer_parameters
-        return total + tables * self.num_head_parameters + self._num_norm_parameters
 
     @property
     def _num_norm_parameters(self) -> int:

@@ -60,6 +60,13 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(token_id for token_id in ids if token_id < config.vocab_size)
 
 
+def named_turn_ends(tokens: set[str]) -> tuple[str, ...]:
+    """Those of a vocabulary's tokens that end a turn, by their names."""
+    if tokens.issuperset(_HARMONY_ENDS):
+        return _HARMONY_ENDS
+    return tuple(name for name in TURN_ENDS if name in tokens)
+
+
 def tokenizer_ends(
     fast: FastTokenizer,
     added: Mapping[int, AddedToken],
@@ -76,13 +83,10 @@ def tokenizer_ends(
     prompt, text = (fast.encode("a", add_special_tokens=around).ids for around in (True, False))
     if prompt[-1:] != text[-1:]:  # the tokenizer ends a prompt with a token
         texts += [added[token_id].content for token_id in prompt[-1:] if token_id in added]
-    contents = {token.content for token in added.values()}
-    if contents.issuperset(_HARMONY_ENDS):
-        texts += _HARMONY_ENDS
-    else:
-        if template is not None:
-            texts += _turn_ends(template, list(added.values()))
-        texts += [name for name in TURN_ENDS if name in contents]
+    of_names = named_turn_ends({token.content for token in added.values()})
+    if template is not None and of_names != _HARMONY_ENDS:
+        texts += _turn_ends(template, list(added.values()))
+    texts += of_names
     texts += [t.content for t in added.values() if t.special and t.content in _TEXT_ENDS]
     ids = [token_id for text in texts if (token_id := fast.token_to_id(text)) is not None]
     # A token may have a second id.

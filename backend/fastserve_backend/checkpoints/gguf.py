@@ -21,7 +21,7 @@ from fastserve_backend.system.cache_directory import cache_directory
 from fastserve_backend.system.interpreter import child_environment, python_executable
 
 # Part of the cache's key. Raise it when the same file must be converted in another way.
-_VERSION = 7
+_VERSION = 8
 
 # A slow disk takes minutes for the largest model that it can hold twice.
 _TIMEOUT_S = 3600.0

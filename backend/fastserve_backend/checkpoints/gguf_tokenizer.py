@@ -12,11 +12,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_pre_types import PreType, pre_type
 from fastserve_backend.checkpoints.gguf_vocabulary import (
     BYTE_LEVEL,
     SENTENCEPIECE,
@@ -25,15 +25,8 @@ from fastserve_backend.checkpoints.gguf_vocabulary import (
 )
 from fastserve_backend.checkpoints.hf_tokenizer import around_prompt
 
-# From Llama 3's own tokenizer.json.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-_GPT2 = ("default", "gpt-2")
-_SMOLLM = ("smollm",)
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+# Spaces after Phi-3's special tokens belong to them, except after these. No field says so.
+_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 _log = logging.getLogger(__name__)
 
@@ -71,9 +64,15 @@ def save_tokenizer(file: Fields, directory: Path) -> None:
 def _read(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
     make = _byte_level if vocabulary.kind == BYTE_LEVEL else _sentencepiece
     fast = make(file, vocabulary)
+    is_phi3 = vocabulary.kind == SENTENCEPIECE and file.field("general.architecture") == "phi3"
     fast.add_tokens(
         [
-            AddedToken(token, special=vocabulary.is_special(token_id), normalized=False)
+            AddedToken(
+                token,
+                special=vocabulary.is_special(token_id),
+                normalized=False,
+                rstrip=is_phi3 and token not in _PHI3_KEEPS_SPACES,
+            )
             for token, token_id in vocabulary.ids.items()
             if vocabulary.is_added(token_id)
         ]
@@ -92,13 +91,17 @@ def _sentencepiece(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
             byte_fallback=True,
         )
     )
-    fast.normalizer = _sentencepiece_spaces(file)
+    # Whether there is a space before a text, and after each special token.
+    adds_space = file.field("tokenizer.ggml.add_space_prefix", True)
+    fast.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if adds_space else []), normalizers.Replace(" ", "▁")]
+    )
     fast.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
+            *([decoders.Strip(content=" ", left=1)] if adds_space else []),
         ]
     )
     return fast
@@ -121,29 +124,21 @@ def _pairs(merges: list[str]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in (merge.split(" ") for merge in merges)]
 
 
-def _sentencepiece_spaces(file: Fields) -> normalizers.Normalizer:
-    """Puts a space before a text, and after each special token, if the file asks for it."""
-    adds_space = file.field("tokenizer.ggml.add_space_prefix", True)
-    return normalizers.Sequence(
-        [*([normalizers.Prepend("▁")] if adds_space else []), normalizers.Replace(" ", "▁")]
-    )
-
-
 def _byte_level(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
+    split = _pre_type(file)
     fast = FastTokenizer(
         models.BPE(
             vocab=vocabulary.ids,
             merges=_pairs(file.required("tokenizer.ggml.merges")),
-            ignore_merges=file.field("tokenizer.ggml.pre") in _LLAMA3,
+            ignore_merges=split.ignores_merges,
         )
     )
-    fast.pre_tokenizer = _pre_tokenizer(file)
+    fast.pre_tokenizer = split.splitter
     fast.decoder = decoders.ByteLevel()
     return fast
 
 
-def _pre_tokenizer(file: Fields) -> PreTokenizer:
-    """The splitter of text, by the name in the file."""
+def _pre_type(file: Fields) -> PreType:
     name = file.field("tokenizer.ggml.pre")
     if name is None:
         _log.warning(
@@ -151,34 +146,18 @@ def _pre_tokenizer(file: Fields) -> PreTokenizer:
             "is taken; if the model was trained with another, its answers are worse"
         )
         name = "default"
-    if name in _GPT2:
-        return ByteLevel(add_prefix_space=False)
-    if name in _SMOLLM:
-        return pre_tokenizers.Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-        )
-    if name in _LLAMA3:
-        return pre_tokenizers.Sequence(
-            [
-                Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
-                ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    raise ModelError(
-        f"its tokenizer splits text as {name!r}; known are {', '.join(_GPT2 + _SMOLLM + _LLAMA3)}; "
-        "use the model's Hugging Face checkpoint"
-    )
+    return pre_type(name)
 
 
 def _post_processor(
     file: Fields, vocabulary: GGUFVocabulary, fast: FastTokenizer
 ) -> processors.PostProcessor:
     """Adds the begin and end tokens around a prompt, with llama.cpp's defaults."""
-    adds_begin = file.field(
-        "tokenizer.ggml.add_bos_token",
-        file.field("tokenizer.ggml.model") == SENTENCEPIECE
-        or file.field("tokenizer.ggml.pre") in _LLAMA3,
-    )
+    adds_begin = file.field("tokenizer.ggml.add_bos_token")
+    if adds_begin is None:
+        adds_begin = vocabulary.kind == SENTENCEPIECE or (
+            pre_type(file.field("tokenizer.ggml.pre", "default")).adds_begin
+        )
     adds_end = file.field("tokenizer.ggml.add_eos_token", False)
     begin = vocabulary.named(file, "bos") if adds_begin else None
     end = vocabulary.named(file, "eos") if adds_end else None

@@ -6,7 +6,7 @@ which the engine's process must never do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from fastserve_backend.checkpoints.errors import ModelError
@@ -100,6 +100,21 @@ class HFConfig:
         if len(values) < len(default):
             raise self.error(key, f"an entry for each of {len(default)} layers")
         return tuple(map(int, values[: len(default)]))
+
+    def indices(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers from 0; empty if the field is missing."""
+        values = [] if key not in self else self._raw[key]
+        if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
+            raise self.error(key, "a list of numbers from 0")
+        return tuple(values)
+
+    def states(self, key: str, values: Collection[str]) -> bool:
+        """Whether the field has one of these values."""
+        return self._raw.get(key) in values
+
+    def with_default(self, key: str, value: object) -> HFConfig:
+        """The same fields, and this one if it is missing."""
+        return self if key in self else HFConfig({**self._raw, key: value}, self.source)
 
     def period(self, key: str, default: int) -> int:
         """After how many layers a pattern repeats: a number, or a letter for each layer of one

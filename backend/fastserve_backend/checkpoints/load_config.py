@@ -74,13 +74,15 @@ def load_model_config(
     except OSError as error:  # such as a directory on the way that may not be searched
         raise ModelError(f"model {model!r} cannot be read: {error.strerror}") from None
     model_type = raw.choice("model_type", None, tuple(ARCHITECTURES))
-    if "quantization_config" in raw:
+    architecture = ARCHITECTURES[model_type]
+    quantized = raw.mapping("quantization_config")
+    if quantized is not None and not quantized.states("quant_method", architecture.quantizations):
         raise ModelError(
             f"{raw.source}: quantization_config is set, but quantized checkpoints are not "
             "supported; use the model's unquantized checkpoint, with quantization int8 if its "
             "weights are to take less memory"
         )
-    config = ARCHITECTURES[model_type].read(
+    config = architecture.read(
         raw,
         name=model,
         directory=directory,

@@ -87,8 +87,23 @@ class ModelConfig:
         raise NotImplementedError
 
     @property
+    def num_expert_parameters(self) -> int:
+        """Elements of all experts' weights. A token uses only those of the experts it chooses."""
+        return 0
+
+    def share_of_experts_read(self, tokens: int) -> float:
+        """The share of the experts' weights that a batch of so many tokens is expected to use."""
+        return 0.0
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Elements of the weights that one token uses, with both tables."""
+        unused = self.num_expert_parameters * (1.0 - self.share_of_experts_read(1))
+        return self.num_parameters - round(unused)
+
+    @property
     def num_layer_parameters(self) -> int:
-        """Elements of one layer's weights. All layers have the same number."""
+        """Elements of one layer's weights; their mean, if layers differ."""
         raise NotImplementedError
 
     @property

@@ -17,6 +17,8 @@ from torch import Tensor
 from fastserve_backend.checkpoints.decoder_config import DecoderConfig
 from fastserve_backend.models.attention import Attention, AttentionBatch
 from fastserve_backend.models.causal_lm import LMHead
+from fastserve_backend.models.expert_weights import experts_apart
+from fastserve_backend.models.experts import Experts
 from fastserve_backend.models.feed_forward import FeedForward
 from fastserve_backend.models.layers import (
     ColumnLinear,
@@ -81,10 +83,10 @@ class SelfAttention:
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden]. For ``rotations`` see `RotaryLayer`."""
         qkv = self._qkv(x)
-        if self._config.clip_qkv is not None:
-            qkv.clamp_(-self._config.clip_qkv, self._config.clip_qkv)
         if self._norms is not None:
             self._norms(qkv)
+        if self._config.clip_qkv is not None:
+            qkv.clamp_(-self._config.clip_qkv, self._config.clip_qkv)
         if self._rotation is None:
             return self._out(self._attend(qkv, batch, kv))
         cos_sin, query_factors = rotations[self._rotation]
@@ -120,7 +122,12 @@ class DecoderLayer:
         self._is_parallel = config.is_parallel
         self._residual_factor = config.residual_factor
         self._attention = SelfAttention(config, layer, part)
-        self._feed_forward = FeedForward(config, part)
+        experts = config.experts_of(part.layers[layer])
+        self._feed_forward: FeedForward | Experts
+        if experts is None:
+            self._feed_forward = FeedForward(config, part)
+        else:
+            self._feed_forward = Experts(experts, config.hidden_size, part)
         self._attention_in = norm() if names.attention_in else None
         self._attention_out = _norm_alone(config, part) if names.attention_out else None
         self._feed_forward_in = norm() if names.feed_forward_in else None
@@ -160,7 +167,7 @@ class DecoderLayer:
     def _finished(self, update: Tensor, norm: RMSNorm | None) -> Tensor:
         """What a block adds to the residual."""
         if norm is not None:
-            update = norm.alone(update)
+            update = norm.in_place(update)
         return update if self._residual_factor == 1.0 else update.mul_(self._residual_factor)
 
 
@@ -193,7 +200,7 @@ class DecoderModel(RotaryLM):
         )
 
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
-        """Also divides products that a checkpoint has fused."""
+        """Also divides products that a checkpoint has fused, and tensors of all experts."""
         config = self._config
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         ffn = config.intermediate_size
@@ -201,7 +208,10 @@ class DecoderModel(RotaryLM):
             "self_attn.qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
             "mlp.gate_up_proj": {"gate_proj": ffn, "up_proj": ffn},
         }
-        for stored in super()._canonical(source):
+        canonical = super()._canonical(source)
+        if config.experts is not None:
+            canonical = experts_apart(canonical, config.experts)
+        for stored in canonical:
             layer, _, kind = stored.name.rpartition(".")
             parts = next((fused[one] for one in fused if layer.endswith(one)), None)
             if parts is None:

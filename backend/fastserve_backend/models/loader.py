@@ -49,7 +49,8 @@ def load_model(
     )
     model: CausalLM = model_class(config, part)
     whole = model
-    if part.layers != every_layer:  # names the other stages' tensors; takes no memory
+    if part.layers != every_layer or tensor.size > 1:
+        # It names other stages' tensors, and other ranks' experts. It takes no memory.
         meta = ModelPart(torch.device("meta"), dtype, every_layer, config.num_layers)
         whole = model_class(config, meta)
     everything = whole.parameters()

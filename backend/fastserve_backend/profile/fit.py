@@ -58,7 +58,9 @@ def fit(
         [(s.load.decode_context, s.load.prefill_pairs) for s in samples], dtype=np.float64
     ).T
     ones = np.ones(len(samples))
-    others = np.stack([ones, decode + prefill, decode], axis=1)
+    # Without experts its column is 0, and so is its coefficient.
+    experts_read = 1.0 - identity.unchosen_share**tokens
+    others = np.stack([ones, decode + prefill, decode, experts_read], axis=1)
     features = np.hstack([others, _ramps(token_knots, tokens), _ramps(sampled_knots, sampled)])
     # Relative residuals: a 5 ms iteration counts as much as a 500 ms one.
     features /= seconds[:, None]
@@ -69,7 +71,7 @@ def fit(
             _bends(features, first + len(token_knots), len(sampled_knots)),
         ]
     )
-    base_s, pair_s, single_s, *slopes = _robust_nonnegative(features, bends)
+    base_s, pair_s, single_s, experts_s, *slopes = _robust_nonnegative(features, bends)
     return LatencyProfile(
         identity=identity,
         num_blocks=num_blocks,
@@ -81,6 +83,7 @@ def fit(
         sampled=Curve(sampled_knots, tuple(slopes[len(token_knots) :])),
         decode_context_s=pair_s + single_s,
         prefill_pair_s=pair_s,
+        experts_s=experts_s,
     )
 
 

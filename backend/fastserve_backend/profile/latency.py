@@ -78,6 +78,12 @@ class Identity:
         )
 
     @property
+    def unchosen_share(self) -> float:
+        """The share of a mixture's experts that a token does not choose; 1 without experts."""
+        experts = self.shape.get("experts")
+        return 1.0 - experts["top_k"] / experts["count"] if experts else 1.0
+
+    @property
     def key(self) -> str:
         """A hash that is equal for identities with equal iteration times."""
         values = asdict(self)
@@ -126,10 +132,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class LatencyProfile(LatencyModel):
-    """``base + tokens(T) + sampled(R) + c1·Σ context + c2·Σ prefill pairs``.
+    """``base + tokens(T) + sampled(R) + c1·Σ context + c2·Σ prefill pairs + c3·share(T)``.
 
     The curves bend where multiplying begins to take longer than reading the weights. A prompt of n
-    tokens has about n²/2 pairs. No term falls, so predictions beyond the measured range stay sane.
+    tokens has about n²/2 pairs. Of a mixture of experts, T tokens read a share of the weights:
+    ``share(T) = 1 - (1 - k/E)^T``, if each chooses k of E experts at random. No term falls, so
+    predictions beyond the measured range stay sane.
     """
 
     identity: Identity
@@ -151,6 +159,8 @@ class LatencyProfile(LatencyModel):
     """Seconds for each position that a decoded token attends to."""
     prefill_pair_s: float
     """Seconds for each pair of a prompt's token and a position that it attends to."""
+    experts_s: float = 0.0
+    """Seconds to read all experts of a mixture."""
     max_seqs: int = 0
     """Most jobs in a measured batch."""
     max_prefill_tokens: int = 0
@@ -158,12 +168,15 @@ class LatencyProfile(LatencyModel):
 
     def __post_init__(self) -> None:
         """Raises ValueError: a coefficient is negative or not finite."""
-        _check_coefficients(self.base_s, self.decode_context_s, self.prefill_pair_s)
+        _check_coefficients(self.base_s, self.decode_context_s, self.prefill_pair_s, self.experts_s)
+        object.__setattr__(self, "_unchosen_share", self.identity.unchosen_share)
         object.__setattr__(self, "num_stages", self.identity.pipeline_parallel_size)
 
     def iteration_s(self, load: IterationLoad) -> float:
+        unread: float = self._unchosen_share**load.num_tokens  # type: ignore[attr-defined]
         value = (
             self.base_s
+            + self.experts_s * (1.0 - unread)
             + self.tokens(load.num_tokens)
             + self.sampled(load.num_sampled)
             + self.decode_context_s * load.decode_context

@@ -198,13 +198,15 @@ def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample
 
 
 class _StepTimer:
-    """Times single steps with made-up tokens."""
+    """Times single steps with random tokens: experts of a mixture are chosen by the tokens."""
 
     def __init__(self, ranks: ReadyRanks) -> None:
         limits = ranks.limits
         self._executor, self._now = ranks.executor, ranks.now
         self._block_size, self._kinds = limits.block_size, limits.kinds
         self._has_windows = limits.needs.has_windows
+        self._tokens = random.Random(_SEED)
+        self._vocab_size = int(ranks.identity.shape["vocab_size"])
         self._num_blocks = min(limits.num_blocks, max(1, _KV_TOKENS // limits.block_size))
         self._num_written = 0  # blocks [0, n) hold keys and values
         self._next_block = 0
@@ -267,7 +269,10 @@ class _StepTimer:
         self._num_steps += 1
         return Step.of(
             self._num_steps,
-            [(start, [3] * count, *self._tables(start, count)) for start, count, _ in ordered],
+            [
+                (start, self._random_tokens(count), *self._tables(start, count))
+                for start, count, _ in ordered
+            ],
             num_partial=sum(not samples for *_, samples in ordered),
             first_blocks=[
                 [kind.first_seen(start, self._block_size) for start, *_ in ordered]
@@ -275,6 +280,9 @@ class _StepTimer:
                 if self._has_windows
             ],
         )
+
+    def _random_tokens(self, count: int) -> list[int]:
+        return [self._tokens.randrange(self._vocab_size) for _ in range(count)]
 
     def _tables(self, start: int, count: int) -> list[list[int]]:
         """A job's block table for each kind of layers."""

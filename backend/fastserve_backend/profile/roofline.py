@@ -65,6 +65,10 @@ class Roofline(LatencyModel):
     OPT-13B). An untied input table counts as part of the layers. With INT8 weights, an input table
     in 16 bits is counted in addition, tied or not; matrix products still run in 16 bits.
 
+    Of a mixture of experts, a batch multiplies the active parameters. It reads the experts that its
+    tokens are expected to choose at random. Tensor-parallel GPUs count as equally busy, though each
+    has experts of its own.
+
     Raises:
         ConfigError: a size does not divide the model, its type is not 16 bits wide, or the weights
             exceed the memory of a GPU.
@@ -107,8 +111,12 @@ class Roofline(LatencyModel):
         linear_flops = tensor_parallel * hardware.tensor_flops * LINEAR_COMPUTE_SHARE
         attention_flops = tensor_parallel * hardware.tensor_flops * ATTENTION_COMPUTE_SHARE
         hbm = tensor_parallel * hardware.hbm_bytes_s * HBM_SHARE
-        self._layers_token_s = layers * _FLOPS_PER_WEIGHT / linear_flops
-        self._layers_read_s = layers * element_bytes / hbm
+        experts = model.num_expert_parameters
+        self._layers_token_s = (layers - experts) * _FLOPS_PER_WEIGHT / linear_flops
+        self._layers_read_s = (layers - experts) * element_bytes / hbm
+        active = experts * model.share_of_experts_read(1)
+        self._experts_token_s = active * _FLOPS_PER_WEIGHT / linear_flops
+        self._experts_read_s = experts * element_bytes / hbm
         self._head_token_s = head * _FLOPS_PER_WEIGHT / linear_flops
         self._head_read_s = head * element_bytes / hbm
         position_bytes = model.kv_bytes_per_block(1) // model.kv_depth
@@ -144,6 +152,9 @@ class Roofline(LatencyModel):
         layers_s = self._layers_token_s * tokens
         if layers_s < self._layers_read_s:
             layers_s = self._layers_read_s
+        if self._experts_read_s:
+            read_s = self._experts_read_s * self._model.share_of_experts_read(tokens)
+            layers_s += max(self._experts_token_s * tokens, read_s)
         head_s = 0.0
         if load.num_sampled:
             head_s = self._head_token_s * load.num_sampled

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
-from fastserve_kernels.int8_cache import is_int8, token_width
+from fastserve_kernels.int8_cache import is_int8
+from fastserve_kernels.routes import Routes
 
 _INT = ctypes.c_int64
 _REAL = ctypes.c_double
@@ -24,10 +25,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_paged_decode": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 13 + [_REAL] * 2),
     "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 8 + [_INT] * 13 + [_REAL] * 2),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
-    "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
-    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL]),
+    "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL] * 2),
+    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL] * 2),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
     "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_clamped_swiglu": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3 + [_REAL] * 2),
+    "fs_sort_choices": (None, [_POINTER] * 4 + [_INT] * 4),
+    "fs_sum_choices": (None, [_INT] + [_POINTER] * 5 + [_INT] * 3),
     "fs_gelu_tanh_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_packed_size": (_INT, [_INT] * 3),
@@ -35,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
     "fs_int8_linear": (None, [_INT] + [_POINTER] * 5 + [_INT] * 5),
+    "fs_grouped_linear": (None, [_INT] + [_POINTER] * 7 + [_INT] * 4),
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -67,6 +72,9 @@ class CompiledKernels:
         self._rms_norm_heads = functions.fs_rms_norm_heads
         self._rotate = functions.fs_rotate
         self._silu_mul = functions.fs_silu_mul
+        self._clamped_swiglu = functions.fs_clamped_swiglu
+        self._sort_choices = functions.fs_sort_choices
+        self._sum_choices = functions.fs_sum_choices
         self._gelu_tanh_mul = functions.fs_gelu_tanh_mul
         self._argmax_rows = functions.fs_argmax_rows
         self._packed_size = functions.fs_packed_size
@@ -74,6 +82,7 @@ class CompiledKernels:
         self._pack_int8_weight = functions.fs_pack_int8_weight
         self._linear = functions.fs_linear
         self._int8_linear = functions.fs_int8_linear
+        self._grouped_linear = functions.fs_grouped_linear
 
     @classmethod
     def load(cls) -> CompiledKernels:
@@ -91,20 +100,21 @@ class CompiledKernels:
 
     def kv_write(self, kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `ops.kv_write`."""
-        _, layers, _, kv_heads, block_size, _ = kv.shape
-        key_dim, value_dim, width = key.shape[2], value.shape[2], token_width(kv)
+        _, layers, _, kv_heads, block_size, width = kv.shape
+        tokens, _, key_dim = key.shape
+        value_dim = value.size(2)
         key_t, key_h, _ = key.stride()
         value_t, value_h, _ = value.stride()
         if is_int8(kv):
             self._int8_kv_write(
                 _DTYPE_CODES[key.dtype], kv.data_ptr(), key.data_ptr(), value.data_ptr(),
-                slots.data_ptr(), key.shape[0], kv_heads, key_dim, value_dim, width, block_size,
+                slots.data_ptr(), tokens, kv_heads, key_dim, value_dim, width, block_size,
                 layers, layer, key_t, key_h, value_t, value_h,
             )  # fmt: skip
             return
         item = kv.element_size()
         self._kv_write(
-            kv.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), key.shape[0],
+            kv.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), tokens,
             kv_heads, key_dim * item, value_dim * item, width * item, block_size, layers, layer,
             key_t * item, key_h * item, value_t * item, value_h * item,
         )  # fmt: skip
@@ -114,14 +124,15 @@ class CompiledKernels:
         context_lens: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_decode`."""
-        _, layers, _, kv_heads, block_size, _ = kv.shape
-        tokens, heads, head_dim = query.shape
+        _, layers, _, kv_heads, block_size, width = kv.shape
+        tokens, heads, key_dim = query.shape
         stride_t, stride_h, _ = query.stride()
         self._paged_decode(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), _sinks(rule), tokens, heads, kv_heads, head_dim, out.shape[2],
-            token_width(kv), block_size, layers, layer, stride_t, stride_h, out.stride(0),
+            context_lens.data_ptr(), None if rule.sinks is None else rule.sinks.data_ptr(),
+            tokens, heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
+            stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
         )  # fmt: skip
 
@@ -130,14 +141,15 @@ class CompiledKernels:
         context_lens: Tensor, query_starts: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_prefill`."""
-        _, layers, _, kv_heads, block_size, _ = kv.shape
-        _, heads, head_dim = query.shape
+        _, layers, _, kv_heads, block_size, width = kv.shape
+        _, heads, key_dim = query.shape
         stride_t, stride_h, _ = query.stride()
         self._paged_prefill(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), query_starts.data_ptr(), _sinks(rule), len(context_lens),
-            heads, kv_heads, head_dim, out.shape[2], token_width(kv), block_size, layers, layer,
+            context_lens.data_ptr(), query_starts.data_ptr(),
+            None if rule.sinks is None else rule.sinks.data_ptr(), len(context_lens),
+            heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
             stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
         )  # fmt: skip
@@ -157,7 +169,7 @@ class CompiledKernels:
         return total, normed
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float
     ) -> tuple[Tensor, Tensor]:
         """See `ops.add_rms_norm`."""
         rows, size = x.shape
@@ -165,16 +177,17 @@ class CompiledKernels:
         self._add_rms_norm(
             _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
             total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
+            shift,
         )  # fmt: skip
         return total, normed
 
-    def rms_norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+    def rms_norm_heads(self, x: Tensor, weight: Tensor, eps: float, shift: float) -> None:
         """See `ops.rms_norm_heads`."""
         tokens, heads, head_dim = x.shape
         stride_t, stride_h, _ = x.stride()
         self._rms_norm_heads(
             _DTYPE_CODES[x.dtype], x.data_ptr(), weight.data_ptr(), tokens, heads, head_dim,
-            stride_t, stride_h, eps,
+            stride_t, stride_h, eps, shift,
         )  # fmt: skip
 
     def rotate(self, x: Tensor, cos_sin: Tensor) -> None:
@@ -194,6 +207,33 @@ class CompiledKernels:
         """See `ops.gelu_tanh_mul`."""
         return _gate_mul(self._gelu_tanh_mul, x)
 
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        """See `ops.clamped_swiglu`."""
+        return _gate_mul(self._clamped_swiglu, x, alpha, limit)
+
+    def sort_choices(self, experts: Tensor, first: int, count: int) -> Routes:
+        """See `ops.sort_choices`. experts: contiguous."""
+        num_tokens, choices = experts.shape
+        tokens = torch.empty(experts.numel(), dtype=torch.int32)
+        starts = torch.empty(count + 1, dtype=torch.int32)
+        places = torch.empty(experts.shape, dtype=torch.int32)
+        self._sort_choices(
+            experts.data_ptr(), tokens.data_ptr(), starts.data_ptr(), places.data_ptr(),
+            num_tokens, choices, first, count,
+        )  # fmt: skip
+        return Routes(tokens, starts, places)
+
+    def sum_choices(self, y: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        """See `ops.sum_choices`."""
+        num_tokens, choices = weights.shape
+        size = y.shape[1]
+        out = torch.empty((num_tokens, size), dtype=y.dtype)
+        self._sum_choices(
+            _DTYPE_CODES[y.dtype], y.data_ptr(), weights.data_ptr(), routes.places.data_ptr(),
+            routes.starts[-1:].data_ptr(), out.data_ptr(), num_tokens, choices, size,
+        )  # fmt: skip
+        return out
+
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """See `ops.argmax_rows`."""
         rows, size = logits.shape
@@ -204,12 +244,22 @@ class CompiledKernels:
         )  # fmt: skip
         return out
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
-        """Pack weight [out, in], rows contiguous. The result is opaque, for `linear`."""
+    def packed_size(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        """Elements of a packed weight for x of `dtype`."""
+        return int(self._packed_size(_DTYPE_CODES[dtype], out_features, in_features))
+
+    def pack_weight(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
+        """Pack weight [out, in], rows contiguous. The result is opaque, for `linear`.
+
+        panels: contiguous, of `packed_size`, to pack into.
+        """
         out, size = weight.shape
-        dtype = _DTYPE_CODES[weight.dtype]
-        panels = torch.empty(self._packed_size(dtype, out, size), dtype=weight.dtype)
-        self._pack_weight(dtype, weight.data_ptr(), panels.data_ptr(), out, size, weight.stride(0))
+        if panels is None:
+            panels = torch.empty(self.packed_size(out, size, weight.dtype), dtype=weight.dtype)
+        self._pack_weight(
+            _DTYPE_CODES[weight.dtype], weight.data_ptr(), panels.data_ptr(), out, size,
+            weight.stride(0),
+        )  # fmt: skip
         return panels
 
     def linear(
@@ -225,14 +275,19 @@ class CompiledKernels:
         )  # fmt: skip
         return y
 
-    def pack_int8_weight(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    def pack_int8_weight(
+        self, codes: Tensor, dtype: torch.dtype, panels: Tensor | None = None
+    ) -> Tensor:
         """Pack int8 codes [out, in] from -127 to 127, rows contiguous. The result is opaque, for
-        `int8_linear` with x of `dtype`."""
+        `int8_linear` with x of `dtype`.
+
+        panels: as in `pack_weight`.
+        """
         out, size = codes.shape
-        code = _DTYPE_CODES[dtype]
-        panels = torch.empty(self._packed_size(code, out, size), dtype=torch.int8)
+        if panels is None:
+            panels = torch.empty(self.packed_size(out, size, dtype), dtype=torch.int8)
         self._pack_int8_weight(
-            code, codes.data_ptr(), panels.data_ptr(), out, size, codes.stride(0)
+            _DTYPE_CODES[dtype], codes.data_ptr(), panels.data_ptr(), out, size, codes.stride(0)
         )
         return panels
 
@@ -258,13 +313,36 @@ class CompiledKernels:
         )  # fmt: skip
         return y
 
+    def grouped_linear(
+        self,
+        x: Tensor,
+        starts: Tensor,
+        rows: Tensor | None,
+        panels: Tensor,
+        scales: Tensor | None,
+        biases: Tensor | None,
+        out_features: int,
+    ) -> Tensor:
+        """See `GroupedLinear`. x: rows contiguous.
 
-def _sinks(rule: AttentionRule) -> int | None:
-    return None if rule.sinks is None else rule.sinks.data_ptr()
+        panels: [groups, packed_size], int8 if there are scales.
+        scales: [groups, out_features], contiguous, of x's dtype.
+        biases: [groups, out_features], contiguous, of x's dtype.
+        """
+        y = torch.empty((len(x) if rows is None else len(rows), out_features), dtype=x.dtype)
+        self._grouped_linear(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), None if rows is None else rows.data_ptr(),
+            starts.data_ptr(), panels.data_ptr(), None if scales is None else scales.data_ptr(),
+            None if biases is None else biases.data_ptr(), y.data_ptr(), len(panels), x.shape[1],
+            out_features, x.stride(0),
+        )  # fmt: skip
+        return y
 
 
-def _gate_mul(function: Any, x: Tensor) -> Tensor:
+def _gate_mul(function: Any, x: Tensor, *more: float) -> Tensor:
     rows, double = x.shape
     out = torch.empty((rows, double // 2), dtype=x.dtype)
-    function(_DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0))
+    function(
+        _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0), *more
+    )
     return out

@@ -18,6 +18,7 @@ from fastserve_kernels.int8_cache import (
     is_int8,
     quantize_tokens,
 )
+from fastserve_kernels.routes import Routes
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -70,21 +71,23 @@ def add_layer_norm(
     return total, F.layer_norm(total, total.shape[-1:], weight, bias, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float
+) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`."""
     total = x + residual
-    return total, _rms_norm(total, weight, eps)
+    return total, _rms_norm(total, weight, eps, shift)
 
 
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float) -> None:
     """See `ops.rms_norm_heads`."""
-    x.copy_(_rms_norm(x, weight, eps))
+    x.copy_(_rms_norm(x, weight, eps, shift))
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     values = x.float()
     inverse = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
-    return (values * inverse * weight.float()).to(x.dtype)
+    return (values * inverse * (weight.float() + shift)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
@@ -100,6 +103,32 @@ def silu_mul(x: Tensor) -> Tensor:
     """See `ops.silu_mul`."""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ops.clamped_swiglu`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+
+
+def sort_choices(experts: Tensor, first: int, count: int) -> Routes:
+    """See `ops.sort_choices`. It never waits for the device, and a CUDA graph can capture it."""
+    groups = experts.flatten() - first
+    groups = groups.masked_fill((groups < 0) | (groups >= count), count)
+    ordered, order = groups.sort(stable=True)
+    ids = torch.arange(count + 1, device=experts.device)
+    starts = torch.searchsorted(ordered, ids, out_int32=True)
+    rows = torch.arange(len(order), dtype=torch.int32, device=experts.device)
+    places = torch.empty_like(rows).scatter_(0, order, rows)
+    return Routes((order // experts.shape[1]).int(), starts, places.view(experts.shape))
+
+
+def sum_choices(y: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    """See `ops.sum_choices`."""
+    chosen = y[routes.places.long()].float()
+    chosen.masked_fill_((routes.places >= routes.starts[-1])[..., None], 0)
+    return (chosen * weights[..., None]).sum(dim=1).to(y.dtype)
 
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:

@@ -48,6 +48,17 @@ def _gated(x: Tensor, is_gelu: bool) -> Tensor:
     return out
 
 
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ops.clamped_swiglu`. Grid: (T, blocks of n)."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows:
+        _clamped_swiglu[(rows, cdiv(size, _BLOCK))](
+            x, out, x.stride(0), size, alpha, limit, BLOCK=_BLOCK, num_warps=4
+        )
+    return out
+
+
 @triton.jit
 def _bias_relu(x, bias, stride, size, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     row = x + tl.program_id(0).to(tl.int64) * stride
@@ -71,3 +82,17 @@ def _gate_mul(x, out, stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
         # (1 + tanh(u)) / 2 is the logistic function of 2u. The numbers: sqrt(8/pi) {1, 0.044715}.
         inner = gate * (1.5957691216 + 0.0713548163 * gate * gate)
     tl.store(out + token * size + columns, gate / (1.0 + tl.exp(-inner)) * up, inside)
+
+
+@triton.jit
+def _clamped_swiglu(x, out, stride, size, alpha, limit, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(x + token * stride + columns, inside).to(tl.float32)
+    up = tl.load(x + token * stride + size + columns, inside).to(tl.float32)
+    gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+    up = tl.maximum(tl.minimum(up, limit, tl.PropagateNan.ALL), -limit, tl.PropagateNan.ALL)
+    tl.store(
+        out + token * size + columns, (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate)), inside
+    )

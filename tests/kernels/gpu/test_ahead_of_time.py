@@ -35,6 +35,9 @@ def rowwise() -> list[Expected]:
             Expected("bias_relu", {"dtype": dtype, "size": 20480}, 32),
             Expected("silu_mul", {"dtype": dtype, "size": 11008}, 32),
             Expected("gelu_tanh_mul", {"dtype": dtype, "size": 11008}, 32),
+            Expected("clamped_swiglu", {"dtype": dtype, "size": 2880}, 32),
+            # A place and a weight for each choice, and the number of rows.
+            Expected("sum_choices", {"dtype": dtype, "size": 2048}, 64, narrow_loads=17),
         ]
     for dtype, size in [
         ("bfloat16", 768), ("bfloat16", 5120), ("bfloat16", 16384), ("float16", 5120)

@@ -1,4 +1,5 @@
-"""Machine code of linears with a weight in INT8, for sm_80 (A100) and sm_90 (H100, H200)."""
+"""Machine code of linears with weights in INT8 or for groups of rows, for sm_80 (A100) and sm_90
+(H100, H200)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,24 @@ LAUNCHES = [
     )
     for architecture, dtype, rows, sizes in CASES
 ]
+GROUPED_CASES = list(
+    product((80, 90), ("bfloat16", "float32"), (8, 17 * 64, 65 * 64), (False, True))
+)
+GROUPED_LAUNCHES = [
+    Launch(
+        "grouped_linear",
+        architecture,
+        {
+            "dtype": dtype,
+            "rows": rows,
+            "groups": 64,
+            "out_features": 2048,
+            "in_features": 1024,
+            "int8": int8,
+        },
+    )
+    for architecture, dtype, rows, int8 in GROUPED_CASES
+]
 # Shared memory of a program in bytes. The parameters for 8.0 also serve cards with less than an
 # A100.
 MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
@@ -26,8 +45,9 @@ MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[CompiledKernel]]:
-    kernels = compile_launches(LAUNCHES)
-    return {str(launch): found for launch, found in zip(LAUNCHES, kernels, strict=True)}
+    launches = [*LAUNCHES, *GROUPED_LAUNCHES]
+    kernels = compile_launches(launches)
+    return {str(launch): found for launch, found in zip(launches, kernels, strict=True)}
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=map(str, LAUNCHES))
@@ -43,6 +63,18 @@ def test_machine_code(compiled: dict[str, list[CompiledKernel]], launch: Launch)
     assert (kernel.count("HMMA", "HGMMA") > 0) == is_narrow, what
     if launch.architecture == 90 and rows > 16 and is_narrow:
         assert kernel.count("HGMMA") > 0, what
+    assert kernel.shared_bytes <= MOST_SHARED_BYTES[launch.architecture], what
+
+
+@pytest.mark.parametrize("launch", GROUPED_LAUNCHES, ids=map(str, GROUPED_LAUNCHES))
+def test_machine_code_of_groups(compiled: dict[str, list[CompiledKernel]], launch: Launch) -> None:
+    (kernel,) = compiled[str(launch)]
+    what = f"{kernel.registers} registers, {kernel.shared_bytes} bytes, {dict(kernel.instructions)}"
+    assert kernel.stack_bytes == 0, what
+    assert kernel.count("LDL", "STL") == 0, what
+    assert kernel.count("LDGSTS.128") > 0, what
+    assert kernel.copies_ahead >= 2, what
+    assert (kernel.count("HMMA", "HGMMA") > 0) == (launch.arguments["dtype"] != "float32"), what
     assert kernel.shared_bytes <= MOST_SHARED_BYTES[launch.architecture], what
 
 

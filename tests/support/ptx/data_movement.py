@@ -81,11 +81,14 @@ def _barrier(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 def _shuffle(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.whole_warps(mask)
-    if i.operands[3:] != ("31", "-1"):
+    limit = "0" if i.parts[2] == "up" else "31"
+    if i.operands[3:] != (limit, "-1"):
         raise UnknownCode(i.text)
     values = machine.read(i.operands[1], "b32").reshape(-1, WARP)
     lanes = machine.read(i.operands[2], "u32").reshape(-1, WARP).astype(np.int64)
-    source = {"bfly": np.arange(WARP) ^ lanes, "idx": lanes}[i.parts[2]] % WARP
+    own = np.arange(WARP)
+    below = np.where(own >= lanes, own - lanes, own)
+    source = {"bfly": own ^ lanes, "idx": lanes, "up": below}[i.parts[2]] % WARP
     machine.write(i.operands[0], np.take_along_axis(values, source, axis=1).ravel(), mask)
 
 

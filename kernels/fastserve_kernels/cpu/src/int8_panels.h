@@ -89,8 +89,9 @@ class Int8Panels {
    public:
     static constexpr int64_t PASS_STEPS = 128;  // widened 16 KiB at most
 
-    Int8Panels(const void* panels, int64_t steps) : panels_((const int8_t*)panels), steps_(steps) {}
+    explicit Int8Panels(int64_t steps) : steps_(steps) {}
 
+    void use(const void* panels) { panels_ = (const int8_t*)panels; }
     const T* steps(int64_t panel, int64_t begin, int64_t end) {
         const int8_t* from = panels_ + (panel * steps_ + begin) * STEP_SIZE<T>;
         for (int64_t i = 0; i < (end - begin) * STEP_SIZE<T>; i += STEP_SIZE<T>)
@@ -102,7 +103,7 @@ class Int8Panels {
     }
 
    private:
-    const int8_t* panels_;
+    const int8_t* panels_ = nullptr;
     int64_t steps_;
     typename Int8Step<T>::Widener widen_;
     alignas(64) T widened_[PASS_STEPS * STEP_SIZE<T>];

@@ -1,5 +1,6 @@
 // y = x W^T + b with W [out, in] packed once, in panels of its own type or in INT8, with a scale for each
-// row of W. A row's result does not depend on what it is batched with, bit for bit.
+// row of W. Rows of x may be in groups, each with a W of its own: the experts of a mixture. A row's
+// result does not depend on what it is batched with, bit for bit.
 #include <omp.h>
 
 #include <algorithm>
@@ -75,10 +76,75 @@ static void pack_int8(const int8_t* weight, int8_t* panels, int64_t out, int64_t
     }
 }
 
-// scale and bias [out]; without a scale it is 1.
+// Rows of y, from `first` up to `last`, that have one weight.
+template <typename T>
+struct Group {
+    const void* panels;
+    const T *scale, *bias;  // [out]; without a scale it is 1
+    int64_t first, last;
+};
+
+// The row of x for a row of y.
+template <typename T>
+struct RowsOfX {
+    const T* x;
+    int64_t stride;
+    const int32_t* numbers;  // null: the row of x has the number of that of y
+
+    const T* operator()(int64_t row) const { return x + (numbers ? numbers[row] : row) * stride; }
+};
+
+// In which order packed rows are multiplied. A block's tiles are packed together, and its batches are
+// then multiplied with all panels of their groups.
+struct Plan {
+    struct Tile {
+        int64_t first, height;  // rows of y
+    };
+    struct Batch {
+        size_t group;
+        int64_t first_tile, end_tile;
+    };
+    struct Block {
+        int64_t first_tile, end_tile, first_batch, end_batch;
+    };
+    std::vector<Tile> tiles;
+    std::vector<Batch> batches;
+    std::vector<Block> blocks;
+
+    // P is the kind of product; a block has `most_tiles` at most. A group is divided only if it has
+    // more than that, as each part reads the weight again.
+    template <typename P, typename T>
+    static Plan of(const std::vector<Group<T>>& groups, int64_t most_tiles) {
+        Plan plan;
+        int64_t room = 0;
+        for (size_t group = 0; group < groups.size(); ++group) {
+            const int64_t first = groups[group].first, rows = groups[group].last - first;
+            const int64_t count = (rows + P::ROWS - 1) / P::ROWS;
+            if (count > room) room = 0;
+            for (int64_t tile = 0; tile < count;) {
+                if (room == 0) {
+                    plan.blocks.push_back({(int64_t)plan.tiles.size(), 0,
+                                           (int64_t)plan.batches.size(), 0});
+                    room = most_tiles;
+                }
+                const int64_t end = std::min(count, tile + room), first_tile = plan.tiles.size();
+                room -= end - tile;
+                for (; tile < end; ++tile) {
+                    const int64_t row = P::first_row(tile, count, rows);
+                    plan.tiles.push_back({first + row, P::first_row(tile + 1, count, rows) - row});
+                }
+                plan.batches.push_back({group, first_tile, (int64_t)plan.tiles.size()});
+                plan.blocks.back().end_tile = plan.tiles.size();
+                plan.blocks.back().end_batch = plan.batches.size();
+            }
+        }
+        return plan;
+    }
+};
+
 template <typename Panels, typename T>
-static void linear(const T* x, const void* panels, const T* scale, const T* bias, T* y, int64_t rows,
-                   int64_t in, int64_t out, int64_t x_stride, bool relu) {
+static void linear(const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of_x, T* y, int64_t in,
+                   int64_t out, bool relu) {
     using P = Product<T>;
     using X = typename P::X;
     // Kept between calls: a fresh large buffer would be page-faulted in every time.
@@ -87,50 +153,56 @@ static void linear(const T* x, const void* panels, const T* scale, const T* bias
     const int64_t tile_size = P::ROWS * std::max<int64_t>(1, steps);
     const int64_t most_tiles =
         std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
-    const int64_t tiles = (rows + P::ROWS - 1) / P::ROWS;
-    const auto first_row = [&](int64_t tile) { return P::first_row(tile, tiles, rows); };
-    packed.resize(std::min(tiles, most_tiles) * tile_size);
+    const Plan plan = Plan::of<P>(groups, most_tiles);
+    const int64_t tiles_at_a_time = std::min<int64_t>(plan.tiles.size(), most_tiles);
+    packed.resize(tiles_at_a_time * tile_size);
     X* const buffer = packed.data();
-    const auto output_of = [&](int64_t panel) {
+    const auto output_of = [&](const Group<T>& group, int64_t panel) {
         const int64_t column = panel * PAIR;
         const int width = (int)std::min<int64_t>(PAIR, out - column);
-        return Output<T>{y + column,
-                         out,
-                         width,
-                         scale ? load_pair_n(scale + column, width) : Pair{splat(1.f), splat(1.f)},
-                         bias ? load_pair_n(bias + column, width) : Pair{},
-                         relu};
+        return Output<T>{
+            y + column,
+            out,
+            width,
+            group.scale ? load_pair_n(group.scale + column, width) : Pair{splat(1.f), splat(1.f)},
+            group.bias ? load_pair_n(group.bias + column, width) : Pair{},
+            relu};
     };
     Shares shares(omp_get_max_threads());
 #pragma omp parallel
     {
         [[maybe_unused]] const typename P::Unit unit{};
-        Panels weights(panels, steps);
+        Panels weights(steps);
         static thread_local AlignedVector<float> sums_of_tiles;
-        sums_of_tiles.resize(std::min(tiles, most_tiles) * P::ROWS * PAIR);
-        for (int64_t block = 0; block < tiles; block += most_tiles) {
-            const int64_t end_tile = std::min(tiles, block + most_tiles);
-            const int64_t pass_steps = std::min(
-                Panels::PASS_STEPS, end_tile - block > FEW_TILES ? P::PASS_STEPS : steps);
+        sums_of_tiles.resize(tiles_at_a_time * P::ROWS * PAIR);
+        for (const Plan::Block& block : plan.blocks) {
             const int thread = omp_get_thread_num();
-            shares.deal(count, thread, omp_get_num_threads());
+            shares.deal((block.end_batch - block.first_batch) * count, thread,
+                        omp_get_num_threads());
 #pragma omp for schedule(static)
-            for (int64_t tile = block; tile < end_tile; ++tile)
-                P::pack([&](int64_t m) { return x + (first_row(tile) + m) * x_stride; },
-                        first_row(tile + 1) - first_row(tile), in,
-                        buffer + (tile - block) * tile_size);
-            for (int64_t p; (p = shares.take(thread)) >= 0;) {
-                const Output<T> output = output_of(p);
+            for (int64_t tile = block.first_tile; tile < block.end_tile; ++tile) {
+                const auto [first, height] = plan.tiles[tile];
+                P::pack([&, row = first](int64_t m) { return row_of_x(row + m); }, height, in,
+                        buffer + (tile - block.first_tile) * tile_size);
+            }
+            // Panel by panel, those of one batch after the other.
+            for (int64_t item; (item = shares.take(thread)) >= 0;) {
+                const Plan::Batch& batch = plan.batches[block.first_batch + item / count];
+                const int64_t panel = item % count, tiles = batch.end_tile - batch.first_tile;
+                const int64_t pass_steps =
+                    std::min(Panels::PASS_STEPS, tiles > FEW_TILES ? P::PASS_STEPS : steps);
+                weights.use(groups[batch.group].panels);
+                const Output<T> output = output_of(groups[batch.group], panel);
                 int64_t begin = 0, end;
                 do {  // once for rows without elements, too
                     end = begin + std::min(pass_steps, steps - begin);
-                    const T* const panel = weights.steps(p, begin, end);
-                    for (int64_t tile = block; tile < end_tile; ++tile) {
-                        const int64_t first = first_row(tile), height = first_row(tile + 1) - first;
-                        float* const sums = sums_of_tiles.data() + (tile - block) * P::ROWS * PAIR;
-                        P::of_tile(sums, PAIR, buffer + (tile - block) * tile_size, height, panel,
-                                   begin, end,
-                                   weights.next(p, tile - block, end_tile - block));
+                    const T* const of_steps = weights.steps(panel, begin, end);
+                    for (int64_t tile = 0; tile < tiles; ++tile) {
+                        const auto [first, height] = plan.tiles[batch.first_tile + tile];
+                        const int64_t place = batch.first_tile + tile - block.first_tile;
+                        float* const sums = sums_of_tiles.data() + tile * P::ROWS * PAIR;
+                        P::of_tile(sums, PAIR, buffer + place * tile_size, height, of_steps, begin,
+                                   end, weights.next(panel, tile, tiles));
                         for (int64_t m = 0; m < height && end == steps; ++m)
                             output.write(first + m, load_pair(sums + m * PAIR));
                     }
@@ -142,14 +214,40 @@ static void linear(const T* x, const void* panels, const T* scale, const T* bias
     }
 }
 
+// All rows have the weight that is given.
+template <typename Panels, typename T>
+static void linear(const T* x, const void* panels, const T* scale, const T* bias, T* y, int64_t rows,
+                   int64_t in, int64_t out, int64_t x_stride, bool relu) {
+    linear<Panels, T>({{panels, scale, bias, 0, rows}}, {x, x_stride, nullptr}, y, in, out, relu);
+}
+
+// Elements of a packed weight.
+template <typename T>
+static int64_t packed_size(int64_t out, int64_t in) {
+    return (out + PAIR - 1) / PAIR * steps_of<T>(in) * STEP_SIZE<T>;
+}
+
+// The groups that have rows, by where each one's begin; panels, scales and biases of all groups, one
+// after the other.
+template <typename Stored, typename T>
+static std::vector<Group<T>> groups_with_rows(int64_t count, const int32_t* starts,
+                                              const Stored* panels, const T* scales,
+                                              const T* biases, int64_t in, int64_t out) {
+    std::vector<Group<T>> groups;
+    for (int64_t g = 0; g < count; ++g)
+        if (starts[g] < starts[g + 1])
+            groups.push_back({panels + g * packed_size<T>(out, in),
+                              scales ? scales + g * out : nullptr,
+                              biases ? biases + g * out : nullptr, starts[g], starts[g + 1]});
+    return groups;
+}
+
 }  // namespace fastserve
 
 // Elements that the packed form of a weight [out, in] takes.
 extern "C" int64_t fs_packed_size(int64_t dtype, int64_t out, int64_t in) {
-    using namespace fastserve;
-    return with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        return (out + PAIR - 1) / PAIR * steps_of<T>(in) * STEP_SIZE<T>;
+    return fastserve::with_type(dtype, [&](auto type) {
+        return fastserve::packed_size<decltype(type)>(out, in);
     });
 }
 
@@ -189,5 +287,28 @@ extern "C" void fs_int8_linear(int64_t dtype, const void* x, const void* panels,
         fastserve::linear<fastserve::Int8Panels<T>>((const T*)x, panels, (const T*)scale,
                                                     (const T*)bias, (T*)y, rows, in, out, x_stride,
                                                     relu != 0);
+    });
+}
+
+// x [., in] -> y [., out]: rows from starts[g] up to starts[g + 1] of y have weight g, and are the rows
+// of x that `rows` names, or, without it, those of the same numbers. Other rows of y stay as they are.
+// panels: of all weights, one after the other, in INT8 if there are scales [groups, out]. biases
+// [groups, out] or null.
+extern "C" void fs_grouped_linear(int64_t dtype, const void* x, const int32_t* rows,
+                                  const int32_t* starts, const void* panels, const void* scales,
+                                  const void* biases, void* y, int64_t groups, int64_t in,
+                                  int64_t out, int64_t x_stride) {
+    using namespace fastserve;
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const RowsOfX<T> row_of_x{(const T*)x, x_stride, rows};
+        const auto groups_of = [&](auto* panels_of_type) {
+            return groups_with_rows(groups, starts, panels_of_type, (const T*)scales,
+                                    (const T*)biases, in, out);
+        };
+        if (scales)
+            linear<Int8Panels<T>>(groups_of((const int8_t*)panels), row_of_x, (T*)y, in, out, false);
+        else
+            linear<SamePanels<T>>(groups_of((const T*)panels), row_of_x, (T*)y, in, out, false);
     });
 }

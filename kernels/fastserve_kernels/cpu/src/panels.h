@@ -143,14 +143,15 @@ static inline Ahead next_panel(const Stored* panel, int64_t steps, int64_t pass,
     return {(const char*)panel + bytes + pass * bytes / passes, STEP_BYTES / passes};
 }
 
-// A weight's panels, as they are in memory.
+// A weight's panels, as they are in memory; `use` chooses the weight.
 template <typename T>
 class SamePanels {
    public:
     static constexpr int64_t PASS_STEPS = std::numeric_limits<int64_t>::max();
 
-    SamePanels(const void* panels, int64_t steps) : panels_((const T*)panels), steps_(steps) {}
+    explicit SamePanels(int64_t steps) : steps_(steps) {}
 
+    void use(const void* panels) { panels_ = (const T*)panels; }
     // Steps of a panel from `begin` up to `end`; good until the next call.
     const T* steps(int64_t panel, int64_t begin, int64_t) {
         return panels_ + (panel * steps_ + begin) * STEP_SIZE<T>;
@@ -160,7 +161,7 @@ class SamePanels {
     }
 
    private:
-    const T* panels_;
+    const T* panels_ = nullptr;
     int64_t steps_;
 };
 

@@ -1,6 +1,7 @@
-// Memory-bound operations on whole rows: cache writes, norms, rotation, gating, argmax.
+// Memory-bound operations on whole rows: cache writes, norms, rotation, gating, sums, argmax.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "int8_tokens.h"
 #include "vec.h"
@@ -64,7 +65,7 @@ static void add_layer_norm(const T* x, const T* residual, const T* weight, const
 template <typename T>
 static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum, T* normed,
                          int64_t rows, int64_t size, int64_t x_stride, int64_t residual_stride,
-                         float eps) {
+                         float eps, float shift) {
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         T* s = sum + r * size;
@@ -74,14 +75,15 @@ static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum,
         const float inverse = 1.f / std::sqrt(hsum(squares) / size + eps);
         for_pairs(size, [&](int64_t at, int n) {
             const Pair p = load_pair_n(s + at, n), w = load_pair_n(weight + at, n);
-            store_pair_n(normed + r * size + at, {p.a * inverse * w.a, p.b * inverse * w.b}, n);
+            const Pair scaled = {p.a * inverse * (w.a + shift), p.b * inverse * (w.b + shift)};
+            store_pair_n(normed + r * size + at, scaled, n);
         });
     }
 }
 
 template <typename T>
 static void rms_norm_heads(T* x, const T* weight, int64_t tokens, int64_t heads, int64_t dim,
-                           int64_t stride_t, int64_t stride_h, float eps) {
+                           int64_t stride_t, int64_t stride_h, float eps, float shift) {
 #pragma omp parallel for if (tokens > 1 && tokens * heads * dim >= PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < tokens; ++t) {
         for (int64_t h = 0; h < heads; ++h) {
@@ -94,7 +96,8 @@ static void rms_norm_heads(T* x, const T* weight, int64_t tokens, int64_t heads,
             const float inverse = 1.f / std::sqrt(hsum(squares) / dim + eps);
             for_pairs(dim, [&](int64_t at, int n) {
                 const Pair p = load_pair_n(head + at, n), w = load_pair_n(weight + at, n);
-                store_pair_n(head + at, {p.a * inverse * w.a, p.b * inverse * w.b}, n);
+                const Pair scaled = {p.a * inverse * (w.a + shift), p.b * inverse * (w.b + shift)};
+                store_pair_n(head + at, scaled, n);
             });
         }
     }
@@ -135,20 +138,17 @@ static inline vf times_sigmoid(vf x, vf y) {
     return x * numerator / (small + 1.f);
 }
 
-struct Silu {
-    static inline vf of(vf x) { return times_sigmoid(x, x); }
-};
+static inline vf silu(vf x) { return times_sigmoid(x, x); }
 
 // x (1 + tanh(u)) / 2, as tanh(u) = 2 sigmoid(2u) - 1.
-struct GeluTanh {
-    static inline vf of(vf x) {
-        constexpr float LINEAR = 1.5957691216f, CUBIC = 0.0713548163f;  // sqrt(8/pi) {1, 0.044715}
-        return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
-    }
-};
+static inline vf gelu_tanh(vf x) {
+    constexpr float LINEAR = 1.5957691216f, CUBIC = 0.0713548163f;  // sqrt(8/pi) {1, 0.044715}
+    return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
+}
 
-template <typename F, typename T>
-static void gate_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t stride) {
+// f(gate, up), the first and the second half of each row.
+template <typename T, typename F>
+static void gate_rows(const T* x, T* out, int64_t rows, int64_t size, int64_t stride, const F& f) {
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         const T* gate = x + r * stride;
@@ -156,8 +156,31 @@ static void gate_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t str
         for (int64_t at = 0; at < size; at += PAIR) {
             const int n = (int)std::min<int64_t>(PAIR, size - at);
             const Pair g = load_pair_n(gate + at, n), u = load_pair_n(gate + size + at, n);
-            store_pair_n(out + r * size + at, {F::of(g.a) * u.a, F::of(g.b) * u.b}, n);
+            store_pair_n(out + r * size + at, {f(g.a, u.a), f(g.b, u.b)}, n);
         }
+    }
+}
+
+// Both keep a NaN.
+static inline vf at_most(vf x, float limit) { return x > splat(limit) ? splat(limit) : x; }
+static inline vf at_least(vf x, float limit) { return x < splat(limit) ? splat(limit) : x; }
+
+// out[t] = the sum of weights[t, i] * y[places[t, i]] over i, in this order. Places from `end` on add
+// nothing.
+template <typename T>
+static void sum_choices(const T* y, const float* weights, const int32_t* places, T* out,
+                        int64_t tokens, int64_t choices, int64_t size, int32_t end) {
+#pragma omp parallel for if (tokens > 1 && tokens * choices * size >= PARALLEL_ELEMENTS)
+    for (int64_t t = 0; t < tokens; ++t) {
+        for_pairs(size, [&](int64_t at, int n) {
+            Pair sum = {};
+            for (int64_t i = t * choices; i < (t + 1) * choices; ++i) {
+                if (places[i] >= end) continue;
+                const Pair p = load_pair_n(y + places[i] * size + at, n);
+                sum = {sum.a + p.a * weights[i], sum.b + p.b * weights[i]};
+            }
+            store_pair_n(out + t * size + at, sum, n);
+        });
     }
 }
 
@@ -236,7 +259,7 @@ extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, con
                                  int64_t block_size, int64_t layers, int64_t layer,
                                  int64_t key_stride_t, int64_t key_stride_h,
                                  int64_t value_stride_t, int64_t value_stride_h) {
-    const int64_t head_bytes = block_size * (width + (int64_t)sizeof(float));
+    const int64_t head_bytes = block_size * width, row_bytes = width - (int64_t)sizeof(float);
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for if (tokens * kv_heads * width >= fastserve::PARALLEL_ELEMENTS)
@@ -244,8 +267,8 @@ extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, con
             if (slots[t] < 0) continue;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             const auto write = [&](int8_t* head, const T* token, int64_t dim) {
-                float* scales = (float*)(head + block_size * width);
-                fastserve::quantize_token(token, dim, head + offset * width, scales + offset);
+                float* scales = (float*)(head + block_size * row_bytes);
+                fastserve::quantize_token(token, dim, head + offset * row_bytes, scales + offset);
             };
             int8_t* head = kv + (block * layers + layer) * 2 * kv_heads * head_bytes;
             for (int64_t h = 0; h < kv_heads; ++h, head += head_bytes) {
@@ -272,21 +295,22 @@ extern "C" void fs_add_layer_norm(int64_t dtype, const void* x, const void* resi
 extern "C" void fs_add_rms_norm(int64_t dtype, const void* x, const void* residual,
                                 const void* weight, void* sum, void* normed, int64_t rows,
                                 int64_t size, int64_t x_stride, int64_t residual_stride,
-                                double eps) {
+                                double eps, double shift) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
         fastserve::add_rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)sum,
-                                (T*)normed, rows, size, x_stride, residual_stride, (float)eps);
+                                (T*)normed, rows, size, x_stride, residual_stride, (float)eps,
+                                (float)shift);
     });
 }
 
 extern "C" void fs_rms_norm_heads(int64_t dtype, void* x, const void* weight, int64_t tokens,
                                   int64_t heads, int64_t dim, int64_t stride_t, int64_t stride_h,
-                                  double eps) {
+                                  double eps, double shift) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
         fastserve::rms_norm_heads((T*)x, (const T*)weight, tokens, heads, dim, stride_t, stride_h,
-                                  (float)eps);
+                                  (float)eps, (float)shift);
     });
 }
 
@@ -301,7 +325,8 @@ extern "C" void fs_silu_mul(int64_t dtype, const void* x, void* out, int64_t row
                             int64_t stride) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        fastserve::gate_mul<fastserve::Silu>((const T*)x, (T*)out, rows, size, stride);
+        fastserve::gate_rows((const T*)x, (T*)out, rows, size, stride,
+                             [](auto gate, auto up) { return fastserve::silu(gate) * up; });
     });
 }
 
@@ -309,7 +334,31 @@ extern "C" void fs_gelu_tanh_mul(int64_t dtype, const void* x, void* out, int64_
                                  int64_t size, int64_t stride) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        fastserve::gate_mul<fastserve::GeluTanh>((const T*)x, (T*)out, rows, size, stride);
+        fastserve::gate_rows((const T*)x, (T*)out, rows, size, stride, [](auto gate, auto up) {
+            return fastserve::gelu_tanh(gate) * up;
+        });
+    });
+}
+
+extern "C" void fs_clamped_swiglu(int64_t dtype, const void* x, void* out, int64_t rows,
+                                  int64_t size, int64_t stride, double alpha, double limit) {
+    using namespace fastserve;
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const float a = (float)alpha, most = (float)limit;
+        gate_rows((const T*)x, (T*)out, rows, size, stride, [=](vf gate, vf up) {
+            gate = at_most(gate, most);
+            return times_sigmoid((at_least(at_most(up, most), -most) + 1.f) * gate, gate * a);
+        });
+    });
+}
+
+extern "C" void fs_sum_choices(int64_t dtype, const void* y, const float* weights,
+                               const int32_t* places, const int32_t* end, void* out,
+                               int64_t tokens, int64_t choices, int64_t size) {
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::sum_choices((const T*)y, weights, places, (T*)out, tokens, choices, size, *end);
     });
 }
 
@@ -318,4 +367,27 @@ extern "C" void fs_argmax_rows(int64_t dtype, const void* x, int64_t* out, int64
     fastserve::with_type(dtype, [&](auto type) {
         fastserve::argmax_rows((const decltype(type)*)x, out, rows, size, stride);
     });
+}
+
+// Sorts the experts of all choices, stably: see routing.py. Choices of experts that are not among the
+// `count` from `first` on come last.
+extern "C" void fs_sort_choices(const int64_t* experts, int32_t* tokens, int32_t* starts,
+                                int32_t* places, int64_t num_tokens, int64_t choices, int64_t first,
+                                int64_t count) {
+    const auto group_of = [&](int64_t i) {
+        const int64_t group = experts[i] - first;
+        return group < 0 || group >= count ? count : group;
+    };
+    std::vector<int32_t> next(count + 2);  // of each group, from 1 on: its next row
+    for (int64_t i = 0; i < num_tokens * choices; ++i) {
+        const int64_t group = group_of(i);
+        if (group < count) ++next[group + 1];
+    }
+    for (int64_t group = 0; group < count; ++group) next[group + 1] += next[group];
+    std::copy_n(next.begin(), count + 1, starts);
+    for (int64_t i = 0; i < num_tokens * choices; ++i) {
+        const int32_t row = next[group_of(i)]++;
+        places[i] = row;
+        tokens[row] = (int32_t)(i / choices);
+    }
 }

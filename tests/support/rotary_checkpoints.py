@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from paged_executor import POSITIONS
+from decoder_checkpoints import POSITIONS
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 LLAMA: dict[str, Any] = {

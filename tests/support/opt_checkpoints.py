@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paged_executor import POSITIONS
+from decoder_checkpoints import POSITIONS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM

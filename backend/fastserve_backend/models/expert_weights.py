@@ -1,0 +1,126 @@
+"""The forms in which checkpoints store experts, brought to one.
+
+Below a layer, `Experts` wants ``mlp.gate.weight`` and, for expert N, ``mlp.experts.N.gate_proj``,
+``up_proj`` and ``down_proj``, as Qwen and OLMoE store them. Others are:
+
+- Mixtral's names: ``block_sparse_moe.gate`` and ``block_sparse_moe.experts.N.w1``, ``w3``, ``w2``.
+- All experts in one tensor, as transformers 5 has them in memory: ``mlp.experts.gate_up_proj``
+  [experts, 2 · features, hidden], gate first, and ``mlp.experts.down_proj``.
+- gpt-oss's: ``mlp.router``, and the same tensors transposed, with biases and with the rows of gate
+  and up in turn. One expert's ``gate_up_proj`` stays one tensor here.
+- gpt-oss's in MXFP4: ``…_blocks`` and ``…_scales``, see `dequantized`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastserve_backend.checkpoints.experts_config import ExpertsConfig
+from fastserve_backend.models.weights import Shard, StoredTensor, WeightSource
+
+_IN_BLOCK = re.compile(r"(layers\.\d+)\.(?:mlp|block_sparse_moe)\.(.+)")
+_OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_FP4, *(-one for one in _FP4)], dtype=torch.bfloat16)
+# Of each byte, whose lower half comes first.
+_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=1)
+# Of each scale: exponents are stored plus 127.
+_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127).bfloat16()
+
+
+def experts_apart(source: WeightSource, config: ExpertsConfig) -> Iterator[StoredTensor]:
+    """The source's tensors, those of experts by the names above. Others pass through.
+
+    Names are those below the model ("layers.0.mlp…").
+    """
+    halves: dict[str, StoredTensor] = {}
+    for stored in source:
+        match = _IN_BLOCK.fullmatch(stored.name)
+        if match is None:
+            yield stored
+            continue
+        layer, name = match.groups()
+        if name.endswith((_BLOCKS, _SCALES)):
+            whole = _joined(stored, halves)
+            if whole is None:
+                continue
+            stored, name = whole, name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        name = ".".join(_OTHER_NAMES.get(part, part) for part in name.split("."))
+        yield from _parts(replace(stored, name=f"{layer}.mlp.{name}"), config)
+    yield from halves.values()  # nobody wants them, which is an error that names them
+
+
+def _joined(stored: StoredTensor, halves: dict[str, StoredTensor]) -> StoredTensor | None:
+    """A tensor in MXFP4 as [experts, columns, rows], like one in bfloat16, when both of its halves
+    are there; otherwise this half is kept."""
+    name = stored.name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+    ending = _SCALES if stored.name.endswith(_BLOCKS) else _BLOCKS
+    other = halves.pop(name + ending, None)
+    if other is None:
+        halves[stored.name] = stored
+        return None
+    blocks, scales = (other, stored) if ending == _BLOCKS else (stored, other)
+    if len(blocks.shape) != 4 or blocks.shape[:3] != scales.shape:
+        return blocks  # its shape is refused, by name
+    experts, rows, groups, size = blocks.shape
+    read = partial(_read_mxfp4, blocks, scales)
+    return StoredTensor(name, (experts, groups * size * 2, rows), "mxfp4", True, read)
+
+
+def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, shard: Shard) -> Tensor:
+    """Of a shard of experts alone."""
+    return dequantized(blocks.read(shard), scales.read(shard)).transpose(1, 2)
+
+
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 (OCP Microscaling Formats 1.0) in bfloat16, exactly: [..., rows, groups · 32].
+
+    blocks: uint8 [..., rows, groups, 16], two numbers of 4 bits in each.
+    scales: uint8 [..., rows, groups], exponents of 2, plus 127.
+    """
+    scaled = _PAIRS[blocks.int()].flatten(-2) * _POWERS[scales.int()][..., None]
+    return scaled.flatten(-2)
+
+
+def _parts(stored: StoredTensor, config: ExpertsConfig) -> Iterator[StoredTensor]:
+    """Each expert's part, if the tensor has all experts; otherwise the tensor itself."""
+    block, _, name = stored.name.rpartition(".")
+    is_bias = name.endswith("_bias")
+    name, ffn = name.removesuffix("_bias"), config.intermediate_size
+    is_of_all = block.endswith(".experts") and name in ("gate_up_proj", "down_proj")
+    if not is_of_all or len(stored.shape) != (2 if is_bias else 3):
+        yield stored
+        return
+    width = stored.shape[-1] if config.is_fused else stored.shape[1]
+    rows = {name: slice(0, width)}
+    if name == "gate_up_proj" and not config.is_fused:
+        rows = {"gate_proj": slice(0, ffn), "up_proj": slice(ffn, width)}
+    for expert in range(stored.shape[0]):
+        for part, own in rows.items():
+            shape: tuple[int, ...] = (own.stop - own.start,)
+            if not is_bias:
+                shape += (stored.shape[1] if config.is_fused else stored.shape[2],)
+            yield replace(
+                stored,
+                name=f"{block}.{expert}.{part}.{'bias' if is_bias else 'weight'}",
+                shape=shape,
+                read=partial(_read_expert, stored, expert, own, config.is_fused and not is_bias),
+            )
+
+
+def _read_expert(
+    stored: StoredTensor, expert: int, rows: slice, is_transposed: bool, shard: Shard
+) -> Tensor:
+    """Some rows of an expert's part; `shard` is the whole, as ranks have whole experts."""
+    assert shard == ()
+    of_expert = slice(expert, expert + 1)
+    if is_transposed:
+        return stored.read((of_expert,))[0].T
+    return stored.read((of_expert, rows))[0]

@@ -1,0 +1,167 @@
+"""A mixture of experts in place of the feed-forward block of a decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from fastserve_kernels import ops
+from torch import Tensor
+
+from fastserve_backend.checkpoints.experts_config import ExpertsConfig
+from fastserve_backend.models.layers import ColumnLinear, Linear, RowLinear, prefixed
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.weights import Parameter
+
+Load = Callable[[Tensor, Tensor | None], None]
+"""Takes a weight [out, in] and a bias [out] or None."""
+
+
+class Experts:
+    """A router chooses experts for each token; the results are summed with the router's weights.
+
+    Each rank has whole experts, and computes the tokens that chose them; the sum over the ranks
+    joins the results. So a rank reads only its experts' tensors, products keep their width, and the
+    scales of INT8 and MXFP4 need no division. The price is that the ranks' work is unequal, and
+    differs from step to step.
+
+    The router is whole on every rank. It is never quantized: it is small, and its scores decide.
+    """
+
+    def __init__(self, config: ExpertsConfig, hidden: int, part: ModelPart) -> None:
+        self._config, self._hidden, self._part = config, hidden, part
+        whole = replace(part, quantization=None)
+        self._router = Linear(hidden, {"gate": config.count}, bias=config.has_biases, part=whole)
+        own = part.tensor.part(config.count)
+        self._own = range(own.start, own.stop)
+        grouped = partial(
+            ops.GroupedLinear,
+            len(self._own),
+            bias=config.has_biases,
+            dtype=part.dtype,
+            device=part.device,
+            int8=part.quantization is not None,
+        )
+        ffn = config.intermediate_size
+        self._up = grouped(2 * ffn, hidden)
+        self._down = grouped(hidden, ffn)
+        self._activate: Callable[[Tensor], Tensor] = ops.silu_mul
+        if gate := config.clamped_gate:
+            self._activate = partial(ops.clamped_swiglu, alpha=gate.alpha, limit=gate.limit)
+        self._shared = (
+            _SharedExpert(config.shared_size, hidden, part) if config.shared_size else None
+        )
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The tensors of the router ("gate"), of this rank's experts ("experts.<number>") and of
+        the shared one."""
+        wanted = self._router.parameters()
+        for place, number in enumerate(self._own):
+            wanted |= prefixed(f"experts.{number}", self._parameters_of(place))
+        if self._shared is not None:
+            wanted |= self._shared.parameters()
+        return wanted
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden], summed over the ranks."""
+        weights, chosen = _choose(self._router(x), self._config)
+        routes = ops.sort_choices(chosen, self._own.start, len(self._own))
+        between = self._activate(self._up(x, routes.starts, routes.tokens))
+        out = ops.sum_choices(self._down(between, routes.starts), weights, routes)
+        if self._shared is not None:
+            out += self._shared(x)
+        return self._part.tensor.sum(out)
+
+    def _parameters_of(self, place: int) -> dict[str, Parameter]:
+        """The tensors of this rank's expert `place`, named below the expert."""
+        hidden, ffn, has_bias = (
+            self._hidden,
+            self._config.intermediate_size,
+            self._config.has_biases,
+        )
+        up, down = partial(self._up.load, place), partial(self._down.load, place)
+        if self._config.is_fused:
+            rows = {"gate_up_proj": 2 * ffn}
+            first = _Product(rows, hidden, has_bias, partial(_load_in_halves, up))
+        else:
+            first = _Product({"gate_proj": ffn, "up_proj": ffn}, hidden, has_bias, up)
+        second = _Product({"down_proj": hidden}, ffn, has_bias, down)
+        return first.parameters() | second.parameters()
+
+
+class _Product:
+    """Collects the tensors of one product of an expert, and loads them when all are there.
+
+    Args:
+        parts: checkpoint layers, name -> out features. They are stacked in this order.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        has_bias: bool,
+        load: Load,
+    ) -> None:
+        self._parts, self._in_features = parts, in_features
+        self._has_bias, self._load = has_bias, load
+        self._weights: dict[str, Tensor] = {}
+        self._biases: dict[str, Tensor] = {}
+
+    def parameters(self) -> dict[str, Parameter]:
+        wanted = {}
+        for part, size in self._parts.items():
+            take = partial(self._take, self._weights, part)
+            wanted[f"{part}.weight"] = Parameter((size, self._in_features), take)
+            if self._has_bias:
+                wanted[f"{part}.bias"] = Parameter((size,), partial(self._take, self._biases, part))
+        return wanted
+
+    def _take(self, taken: dict[str, Tensor], part: str, tensor: Tensor) -> None:
+        taken[part] = tensor
+        if len(self._weights) + len(self._biases) == len(self._parts) * (1 + self._has_bias):
+            bias = self._stacked(self._biases) if self._has_bias else None
+            self._load(self._stacked(self._weights), bias)
+            self._weights.clear()
+            self._biases.clear()
+
+    def _stacked(self, taken: dict[str, Tensor]) -> Tensor:
+        tensors = [taken[part] for part in self._parts]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _load_in_halves(load: Load, weight: Tensor, bias: Tensor | None) -> None:
+    """Rows 0, 2, 4, … come first, then the others."""
+    order = [*range(0, len(weight), 2), *range(1, len(weight), 2)]
+    load(weight[order], None if bias is None else bias[order])
+
+
+def _choose(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """Scores [T, experts] -> weights float32 and numbers int64 of the chosen experts, both
+    [T, top_k]."""
+    if config.renormalises:
+        top, chosen = scores.float().topk(config.top_k)
+        return top.softmax(dim=-1), chosen
+    weights, chosen = scores.float().softmax(dim=-1).topk(config.top_k)
+    return weights, chosen
+
+
+class _SharedExpert:
+    """A feed-forward block for all tokens, times the logistic function of one more product
+    (Qwen1.5-MoE). Its features are divided among the ranks, which leave the sum to the caller."""
+
+    def __init__(self, size: int, hidden: int, part: ModelPart) -> None:
+        self._up = ColumnLinear(hidden, {"gate_proj": size, "up_proj": size}, bias=False, part=part)
+        self._down = RowLinear(size, {"down_proj": hidden}, bias=False, part=part, reduce=False)
+        self._gate = Linear(hidden, {"shared_expert_gate": 1}, bias=False, part=part)
+
+    def parameters(self) -> dict[str, Parameter]:
+        block = {**self._up.parameters(), **self._down.parameters()}
+        return {**prefixed("shared_expert", block), **self._gate.parameters()}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> this rank's part of [T, hidden]."""
+        gate = torch.sigmoid(self._gate(x))
+        return self._down(ops.silu_mul(self._up(x))).mul_(gate)

@@ -1,0 +1,105 @@
+"""Multiplies the rows of each group by the group's weight, in the rows' type or in INT8."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.device import capability
+from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
+
+
+def variants(groups: int, dtype: torch.dtype, device: torch.device) -> list[int]:
+    """Numbers of rows such that each compiles another variant of `grouped_linear`."""
+    ways = launch_parameters.linear_ways(dtype.itemsize, capability(device))
+    return [way.row_tile * groups for way in ways]
+
+
+def grouped_linear(
+    x: Tensor,
+    starts: Tensor,
+    rows: Tensor | None,
+    weights: Tensor,
+    scales: Tensor | None,
+    biases: Tensor | None,
+) -> Tensor:
+    """See `GroupedLinear`. Products in x's dtype and sums in fp32, rounded once.
+
+    x: [N, in], rows contiguous.
+    weights: [groups, out, in], contiguous, of x's dtype, or int8 with scales.
+    scales: [groups, out], contiguous, of any float dtype, or None.
+    biases: [groups, out], contiguous, of x's dtype, or None.
+
+    Returns a new contiguous tensor [R, out].
+    Grid: (as many tiles of rows as there may be, tiles of out). Each program finds its own group,
+    so the host need not know how many rows a group has.
+    """
+    count = len(x) if rows is None else len(rows)
+    groups, out_features, in_features = weights.shape
+    y = torch.empty((count, out_features), dtype=x.dtype, device=x.device)
+    if count == 0 or groups == 0:
+        return y
+    if rows is None:  # rather than a second variant of the kernel
+        rows = torch.arange(count, dtype=torch.int32, device=x.device)
+    parameters = launch_parameters.linear(
+        cdiv(count, groups), x.element_size(), capability(x.device)
+    )
+    tiles = min(count, count // parameters.row_tile + groups)
+    _grouped_linear[(tiles, cdiv(out_features, parameters.out_tile))](
+        x, starts, rows, weights, x if scales is None else scales,
+        x if biases is None else biases, y, groups, out_features, in_features, x.stride(0),
+        HAS_SCALES=scales is not None, HAS_BIASES=biases is not None,
+        GROUPS=next_power_of_2(groups), ROW_TILE=parameters.row_tile, OUT_TILE=parameters.out_tile,
+        IN_TILE=parameters.in_tile, num_warps=parameters.num_warps,
+        num_stages=parameters.num_stages,
+    )  # fmt: skip
+    return y
+
+
+# As in `_int8_linear`, the weight's tile is the first factor.
+@triton.jit
+def _grouped_linear(
+    x, starts, rows, weights, scales, biases, y, groups, out_features, in_features, x_stride,
+    HAS_SCALES: tl.constexpr, HAS_BIASES: tl.constexpr,
+    GROUPS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    group_ids = tl.arange(0, GROUPS)
+    inside = group_ids < groups
+    counts = tl.load(starts + group_ids + 1, inside, other=0)
+    counts -= tl.load(starts + group_ids, inside, other=0)
+    # Tiles up to each group's last. The program's group is the first with more than its tile's
+    # number.
+    tiles_until = tl.cumsum((counts + ROW_TILE - 1) // ROW_TILE, 0)
+    is_before = tiles_until <= tile
+    group = tl.sum(is_before.to(tl.int32), 0)
+    if group >= groups:
+        return
+    tile_of_group = tile - tl.max(tl.where(is_before, tiles_until, 0), 0)
+    end = tl.load(starts + group + 1)
+    row = tl.load(starts + group) + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
+    out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    has_row, has_out = row < end, out < out_features
+    row_of_x = tl.load(rows + row, has_row, other=0)
+    inner = tl.arange(0, IN_TILE)
+    of_x = x + row_of_x.to(tl.int64)[None, :] * x_stride
+    row_of_weights = group.to(tl.int64) * out_features + out
+    of_weights = weights + row_of_weights[:, None] * in_features
+    sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+    for start in range(0, in_features, IN_TILE):
+        at = start + inner
+        is_inside = at < in_features
+        weight = tl.load(of_weights + at[None, :], has_out[:, None] & is_inside[None, :], other=0)
+        values = tl.load(of_x + at[:, None], is_inside[:, None] & has_row[None, :], other=0.0)
+        sums = tl.dot(weight.to(values.dtype), values, acc=sums, input_precision="ieee")
+    if HAS_SCALES:
+        sums *= tl.load(scales + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIASES:
+        sums += tl.load(biases + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        y + row.to(tl.int64)[None, :] * out_features + out[:, None],
+        sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""GGUF files of each family are converted and compared with their original models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastserve_backend.models.gguf_conversion import convert
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from gguf_families import VARIANTS, Variant
+from gguf_files import Arrays, Fields, assert_equal, tensors_of
+from paged_executor import PagedExecutor, check, expected_logits, load, prompts
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+# Fields of transformers' configurations that a conversion may change: they name files and formats,
+# say what end tokens are, or are for training.
+_OTHER_FIELDS = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def converted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, Path]:
+    """A model in transformers, and the directory with its converted GGUF file."""
+    directory = tmp_path_factory.mktemp(request.param)
+    variant: Variant = VARIANTS[request.param]
+    model = variant.model()
+    convert(variant.write(directory / "m.gguf", model), directory / "out")
+    return model, directory / "out"
+
+
+def test_tensors_are_those_of_the_models_checkpoint(
+    converted: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    model, directory = converted
+    model.save_pretrained(tmp_path)
+    expected = {name: value.bfloat16() for name, value in tensors_of(tmp_path).items()}
+    assert_equal(tensors_of(directory), expected)
+
+
+def test_configuration_means_the_models(converted: tuple[PreTrainedModel, Path]) -> None:
+    model, directory = converted
+    got, expected = (
+        {key: value for key, value in config.to_dict().items() if key not in _OTHER_FIELDS}
+        for config in (AutoConfig.from_pretrained(directory), model.config)
+    )
+    assert approximately(got) == approximately(expected)
+
+
+def approximately(value: Any) -> Any:
+    """Files have numbers in float32."""
+    if isinstance(value, dict):
+        return {key: approximately(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [approximately(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+@torch.inference_mode()
+def test_transformers_computes_the_models_logits(converted: tuple[PreTrainedModel, Path]) -> None:
+    model, directory = converted
+    again = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    (tokens,) = prompts(30)
+    torch.testing.assert_close(
+        expected_logits(again, tokens), expected_logits(model, tokens), rtol=0, atol=1e-4
+    )
+
+
+def test_logits_are_the_models(converted: tuple[PreTrainedModel, Path]) -> None:
+    model, directory = converted
+    executor = PagedExecutor(load(directory), model.config, prompts(30, 7), seed=1)
+    executor.step([(0, 30), (1, 7)])
+    check(model, executor)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3moe"])
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0])
+def test_quantised_experts(tmp_path: Path, name: str, kind: Kind) -> None:
+    """The weights are exactly the file's values, rounded once."""
+    variant = VARIANTS[name]
+    model = variant.model()
+
+    def round_as_stored(fields: Fields, arrays: Arrays) -> None:
+        for key, array in arrays.items():
+            if array.ndim > 1:
+                arrays[key] = dequantize(quantize(array, kind), kind)
+
+    convert(variant.write(tmp_path / "m.gguf", model, kind=kind), tmp_path / "out")
+    convert(variant.write(tmp_path / "exact.gguf", model, round_as_stored), tmp_path / "exact")
+    assert_equal(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "exact"))

@@ -107,10 +107,10 @@ def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
     return kv
 
 
-def work_list_inputs(directory: Path) -> WorkListInputs:
-    config = model_config(directory, MODELS["opt"])
-    cache = empty_cache(config)
-    return WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
+def work_list_inputs(directory: Path, name: str = "opt") -> WorkListInputs:
+    config = model_config(directory, MODELS[name])
+    cache, kinds = empty_cache(config), config.layer_groups.kinds
+    return WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS, kinds)
 
 
 def generate(
@@ -231,6 +231,37 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
     assert tensors.token_ids.tolist() == [9, 0, 0, 0]
     assert batch.slots.tolist() == [17 * BLOCK_SIZE + 8, -1, -1, -1]
     assert batch.context_lens.tolist() == [281, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+def test_padded_steps_have_the_same_addresses_in_each_group(tmp_path: Path) -> None:
+    inputs = work_list_inputs(tmp_path, "gemma2, windows")
+    of_two = Step.of(
+        0,
+        [(9, [7], [0], [3, 4]), (20, [8], [1, 2], [5, 6, 7, 8])],
+        first_blocks=[[0, 0], [0, 0]],
+    )
+    # The token at 280 sees those from 261 on: in its window's groups the blocks 16 and 17.
+    of_one = Step.of(0, [(280, [9], range(18), [20, 30, 21, 31])], first_blocks=[[0], [16]])
+    addresses = []
+    for step in (of_two, of_one):
+        tensors = inputs.prepare(step, 0)
+        groups: Any = tensors.batch.groups
+        named = [tensor for group in groups for tensor in vars(group).values()]
+        addresses.append([one.data_ptr() for one in named if isinstance(one, torch.Tensor)])
+    assert addresses[0] != addresses[1]  # of two padded sizes
+    tensors = inputs.bring_padded(StepLayout.of(of_two, BLOCK_SIZE, 0, inputs._kinds), 1 + 1)
+    again: Any = tensors.batch.groups
+    named = [tensor for group in again for tensor in vars(group).values()]
+    assert [one.data_ptr() for one in named if isinstance(one, torch.Tensor)] == addresses[0]
+    last: Any = inputs.prepare(of_one, 0).batch.groups
+    assert [group.slots.tolist() for group in last] == [
+        [block * BLOCK_SIZE + 8] for block in (17, 21, 31)
+    ]
+    for group, block in zip(last, (17, 21, 31), strict=True):
+        start = int(group.table_starts[0])
+        assert int(group.block_tables[start + 17]) == block
+    assert int(last[1].table_starts[0]) == 18 - 16
 
 
 @pytest.mark.usefixtures("gpu_kernels")

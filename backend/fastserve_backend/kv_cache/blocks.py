@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from typing import cast
 
 from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
@@ -193,20 +194,23 @@ class BlockPool:
             parts: for each kind which blocks of its groups, all of them kept.
         """
         assert job_number not in self._tables, f"job {job_number} has blocks"
-        tables = [array("i") for _ in parts]
+        tables = []
         for index, part in enumerate(parts):
-            for key in keys[part.start : part.stop]:
-                for group in range(self.kinds[index].num_groups):
-                    block = self._kept.take((key, index, group))
-                    assert block is not None, "a block is not kept any more"
-                    tables[index].append(block)
+            groups = range(self.kinds[index].num_groups)
+            of_part = keys[part.start : part.stop]
+            blocks = [self._kept.take((key, index, group)) for key in of_part for group in groups]
+            assert None not in blocks, "a block is not kept any more"
+            tables.append(array("i", cast(list[int], blocks)))
         if any(tables):
             self._tables[job_number] = tables
             self._firsts[job_number] = [part.start for part in parts]
 
     def is_kept(self, key: bytes, kind: int = 0) -> bool:
         """Whether each group of the kind has a kept block with this key."""
-        return all((key, kind, group) in self._kept for group in range(self.kinds[kind].num_groups))
+        num_groups = self.kinds[kind].num_groups
+        if num_groups == 1:  # the usual case, without a generator
+            return (key, kind, 0) in self._kept
+        return all((key, kind, group) in self._kept for group in range(num_groups))
 
     def table(self, job_number: int, kind: int = 0) -> array[int]:
         """The job's block numbers for a kind, in order of position and then of groups. The caller

@@ -136,6 +136,7 @@ class Holders:
         if self._jobs.get(job.number) is job and job.number not in self._prefixes.published:
             job.num_shared = 0
             keys = self._prefixes.keys_to_keep(job)
+            self._counters.prefix_cached_tokens -= job.num_computed  # it counts when it is taken
             job.num_computed = 0
             self._tiers.release(job.number, keys)
             self.on_lost(job)

@@ -296,13 +296,12 @@ class Prefixes:
         wanted = self._keys.wanted(job)
         if self._device.kinds[0].window is not None:
             return list(wanted), 0
-        keys, copies = list(islice(wanted, num_own)), False
+        keys = list(islice(wanted, num_own))
+        is_kept, jobs_with = self._device.is_kept, self._jobs_with[0]
         for key in wanted:
-            if may_take_over and not copies and self._device.is_kept(key):
+            if may_take_over and len(keys) == num_own and is_kept(key):
                 num_own += 1
-            elif may_copy and key in self._jobs_with[0]:
-                copies = True
-            else:
+            elif not may_copy or key not in jobs_with:
                 break
             keys.append(key)
         return keys, num_own

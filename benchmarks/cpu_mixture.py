@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
-from fastserve_backend.models.attention import CPUBatch
+from fastserve_backend.models.attention import AttentionBatch, CPUBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
 from rich.console import Console
@@ -95,7 +95,7 @@ def decode(model: CausalLM, config: ModelConfig, jobs: int) -> Callable[[], obje
     shape = (config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     kv = torch.zeros(jobs, *shape, dtype=torch.bfloat16)
     number = torch.arange(jobs)
-    batch = CPUBatch(
+    one_group = CPUBatch(
         num_decodes=jobs,
         slots=number * BLOCK_SIZE + CONTEXT - 1,
         block_tables=number.int(),
@@ -108,7 +108,7 @@ def decode(model: CausalLM, config: ModelConfig, jobs: int) -> Callable[[], obje
     @torch.inference_mode()
     def step() -> Tensor | None:
         tokens = torch.randint(VOCAB_SIZE, (jobs,))
-        return model.forward(tokens, positions, batch, kv, sampled=number)
+        return model.forward(tokens, positions, AttentionBatch([one_group]), kv, sampled=number)
 
     return step
 

@@ -148,7 +148,11 @@ class FailingStore(HostStore):
         self._notes = notes
 
     def copy_out(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        num_last_tokens: int,
+        num_last: int = 1,
     ) -> None:
         self._notes.append("begins")
         raise RuntimeError("out of resources")

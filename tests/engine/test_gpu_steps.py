@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
+    "gemma2, windows": COMMON
+    | {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "sliding_window": 20,
+    },
 }
 
 
@@ -108,11 +121,16 @@ def generate(
 ) -> list[list[int]]:
     """Greedy tokens of four jobs: whole prompts, a prompt in chunks beside decodes, and decodes of
     three and four jobs."""
-    model, cache = load_model(config, device), empty_cache(config).to(device)
+    kinds = config.layer_groups.kinds
+    num_groups = sum(kind.num_groups for kind in kinds)
+    num_blocks = num_groups * NUM_BLOCKS
+    model, cache = load_model(config, device), empty_cache(config, num_blocks).to(device)
     runner = ModelRunner(model, config, cache, device, LIMITS)
     rng = random.Random(0)
-    order = rng.sample(range(NUM_BLOCKS), 4 * BLOCKS_A_JOB)
-    tables = [order[BLOCKS_A_JOB * job : BLOCKS_A_JOB * (job + 1)] for job in range(4)]
+    order = iter(rng.sample(range(num_blocks), 4 * num_groups * BLOCKS_A_JOB))
+    tables = [
+        [list(islice(order, kind.num_groups * BLOCKS_A_JOB)) for kind in kinds] for _ in range(4)
+    ]
     prompts = [[rng.randrange(4, 500) for _ in range(n)] for n in (5, longest_prompt, 17, 20)]
     done, outputs = [0] * 4, [[] for _ in prompts]  # type: ignore[var-annotated]
 
@@ -122,11 +140,23 @@ def generate(
         if chunk is not None:
             job, count = chunk
             parts.append((job, prompts[job][done[job] : done[job] + count]))
-        in_step = [
-            (done[job], tokens, tables[job][: -(-(done[job] + len(tokens)) // BLOCK_SIZE)])
-            for job, tokens in parts
-        ]
-        launched = launch(runner, Step.of(0, in_step, num_partial=len(parts) - len(jobs)))
+        in_step, first_blocks = [], []
+        for job, tokens in parts:
+            end = -(-(done[job] + len(tokens)) // BLOCK_SIZE)
+            firsts = [kind.first_seen(done[job], BLOCK_SIZE) for kind in kinds]
+            used = [
+                table[kind.num_groups * first : kind.num_groups * end]
+                for table, kind, first in zip(tables[job], kinds, firsts, strict=True)
+            ]
+            in_step.append((done[job], tokens, *used))
+            first_blocks.append(firsts)
+        step = Step.of(
+            0,
+            in_step,
+            num_partial=len(parts) - len(jobs),
+            first_blocks=list(zip(*first_blocks, strict=True)),
+        )
+        launched = launch(runner, step)
         assert launched is not None
         result = launched.answer()
         assert isinstance(result, StepResult)
@@ -147,7 +177,7 @@ def generate(
 @pytest.mark.parametrize(
     ("name", "longest", "formats"),
     [
-        *zip(MODELS, (258, 35, 35, 35), ({},) * 4, strict=True),
+        *zip(MODELS, (258, 35, 35, 35, 50), ({},) * 5, strict=True),
         ("opt", 35, {"quantization": "int8"}),
         ("opt", 35, {"kv_dtype": "int8"}),
         ("llama, grouped heads", 35, {"kv_dtype": "int8"}),
@@ -193,7 +223,7 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
     addresses = []
     for step in (of_two, of_one):
         tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), 4)
-        batch: Any = tensors.batch
+        batch: Any = tensors.batch.groups[0]
         named = [tensors.token_ids, tensors.positions, batch.slots, batch.block_tables]
         named += [batch.table_starts, batch.context_lens, batch.decode_work]
         addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in named])

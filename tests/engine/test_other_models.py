@@ -10,6 +10,8 @@ import pytest
 import torch
 from decoder_checkpoints import FAMILIES
 from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.layer_kinds import BlockNeeds
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 VOCAB_SIZE = 600
 POSITIONS = 400
 NUM_TOKENS = 200
+CHUNK = 48
 LIMITED = ("phi3_long",)  # its rotation holds for fewer positions
 # With these each part of a layer runs that a family may have.
 FIRST = (
@@ -64,11 +67,13 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
         for _ in range(12)
     ]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    kinds = load_model_config(str(tmp_path), load_format="dummy").layer_groups.kinds
     with LLM(
         str(tmp_path),
         tokenizer=str(tokenizer),
         max_num_seqs=5,
-        device_blocks=70,
+        prefill_chunk_tokens=CHUNK,
+        device_blocks=int(2.8 * BlockNeeds(16, kinds, CHUNK).most(POSITIONS)),
         swap_space_gib=0.1,
         base_quantum_ms=0.01,
         check_integrity=True,

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from decoder_checkpoints import POSITIONS
+from fastserve_backend.checkpoints.layer_groups import LayerGroups
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.attention import CPUBatch
+from fastserve_backend.models.attention import AttentionBatch, CPUBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
 from torch import Tensor
@@ -37,23 +38,29 @@ class Job:
     """`done` of its tokens are in the cache; `logits` has a row for each of them."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]  # of each group of layers
     done: int = 0
     logits: list[Tensor] = field(default_factory=list)
 
 
 class PagedExecutor:
-    """Steps a model over jobs whose blocks lie scattered in a cache full of NaN."""
+    """Steps a model over jobs whose blocks lie scattered in a cache full of NaN.
+
+    Layers with a window lose the blocks behind it.
+    """
 
     def __init__(self, model: CausalLM, config: Any, prompts: list[list[int]], seed: int) -> None:
         self._model = model
-        blocks_a_job = -(-POSITIONS // BLOCK_SIZE)
-        total = blocks_a_job * len(prompts) + 5
+        ours = getattr(model, "_config", None)  # only its models have windows
+        self._groups = LayerGroups.of([None]) if ours is None else ours.layer_groups
+        self._kind_of_group = self._groups.kind_of_group
+        longest = -(-POSITIONS // BLOCK_SIZE)
+        total = longest * len(prompts) * len(self._kind_of_group) + 5
         order = random.Random(seed).sample(range(total), total)
-        self.jobs = [
-            Job(tokens, order[i * blocks_a_job : (i + 1) * blocks_a_job])
-            for i, tokens in enumerate(prompts)
-        ]
+        self.jobs = []
+        for tokens in prompts:
+            blocks = [[order.pop() for _ in range(longest)] for _ in self._kind_of_group]
+            self.jobs.append(Job(tokens, blocks))
         config = config.get_text_config()
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         head_dim = getattr(config, "head_dim", None)
@@ -70,33 +77,32 @@ class PagedExecutor:
     def step(self, work: list[tuple[int, int]], *, padding: int = 0) -> None:
         """Run (job, token count) pairs as one batch, padding and decodes first."""
         work = sorted(work, key=lambda pair: pair[1] > 1)
-        ids, positions, slots = [0] * padding, [0] * padding, [-1] * padding
-        tables: list[int] = []
-        table_starts, lengths = [0] * padding, [0] * padding
+        ids, positions, lengths = [0] * padding, [0] * padding, [0] * padding
         num_decodes, starts = padding, [0]
         for index, count in work:
             job = self.jobs[index]
             for position in range(job.done, job.done + count):
                 ids.append(job.tokens[position])
                 positions.append(position)
-                slots.append(
-                    job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-                )
-            table_starts.append(len(tables))
-            tables += job.blocks
             lengths.append(job.done + count)
             if count == 1:
                 num_decodes += 1
             else:
                 starts.append(starts[-1] + count)
-        batch = CPUBatch(
-            num_decodes=num_decodes,
-            slots=torch.tensor(slots),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            table_starts=torch.tensor(table_starts, dtype=torch.int32),
-            context_lens=torch.tensor(lengths, dtype=torch.int32),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-        )
+        groups = []
+        for group in range(len(self._kind_of_group)):
+            slots, tables, table_starts = self._places(group, work, padding)
+            groups.append(
+                CPUBatch(
+                    num_decodes=num_decodes,
+                    slots=torch.tensor(slots),
+                    block_tables=torch.tensor(tables, dtype=torch.int32),
+                    table_starts=torch.tensor(table_starts, dtype=torch.int32),
+                    context_lens=torch.tensor(lengths, dtype=torch.int32),
+                    query_starts=torch.tensor(starts, dtype=torch.int32),
+                )
+            )
+        batch = AttentionBatch(groups)
         rows = torch.arange(len(ids))
         logits = self._model.forward(
             torch.tensor(ids), torch.tensor(positions), batch, self._kv, None, rows
@@ -108,6 +114,22 @@ class PagedExecutor:
             self.jobs[index].logits.extend(logits[start : start + count])
             self.jobs[index].done += count
             start += count
+
+    def _places(
+        self, group: int, work: list[tuple[int, int]], padding: int
+    ) -> tuple[list[int], list[int], list[int]]:
+        """A group's slots, block tables, and where these begin."""
+        kind = self._groups.kinds[self._kind_of_group[group]]
+        slots, tables, table_starts = [-1] * padding, list[int](), [0] * padding
+        for index, count in work:
+            job, blocks = self.jobs[index], self.jobs[index].blocks[group]
+            for position in range(job.done, job.done + count):
+                slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            first = kind.first_seen(job.done, BLOCK_SIZE)
+            self._kv[blocks[:first]] = float("nan")
+            table_starts.append(len(tables) - first)
+            tables += blocks[first:]
+        return slots, tables, table_starts
 
 
 def prompts(*lengths: int) -> list[list[int]]:

@@ -94,7 +94,8 @@ class DividedModel:
 
     def _part_of(self, kv: Tensor, layers: range, rank: int) -> Tensor:
         heads = span(self._config.num_kv_heads, rank, self._size)
-        return kv[:, layers.start : layers.stop, :, heads.start : heads.stop]
+        stop = layers.start + self._config.layer_groups.depth(layers)
+        return kv[:, layers.start : stop, :, heads.start : heads.stop]
 
     def _on_all(self, run: Callable[[int], Result]) -> list[Result]:
         def without_gradients(rank: int) -> Result:

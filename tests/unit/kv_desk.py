@@ -10,6 +10,7 @@ from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.offers import OfferOutcome
@@ -35,6 +36,7 @@ class Desk:
         incremental: bool = True,
         write_back: bool = False,
         times: LinearTimes = TIMES,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
         **kv_cache: object,
     ) -> None:
         config = KVCacheSection.model_validate(
@@ -47,7 +49,9 @@ class Desk:
             | kv_cache
         )
         self.counters = EngineCounters(LatencyHistograms(slo_s=0.3))
-        self.tiers = TwoTierKV(num_blocks, num_host_blocks, 16, incremental=incremental)
+        self.tiers = TwoTierKV(
+            num_blocks, num_host_blocks, 16, incremental=incremental, kinds=kinds
+        )
         costs = SwapCosts(times, 100, link)
         self.manager = KVManager(self.tiers, self, config, costs, self.counters)
         self.now = 0.0
@@ -124,6 +128,12 @@ class Desk:
         for job in jobs:
             run_iteration(job, tokens)
         self.manager.on_sent()
+
+    def end_step(self, *jobs: Job) -> None:
+        """The last step that was sent ends; all tokens that these jobs have computed are in it or
+        before it."""
+        computed = [(job.number, job.num_computed) for job in jobs]
+        self.manager.on_step_finished(self.copies, computed)
 
     def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
         ended = list(self.tiers.transfers())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
-from itertools import chain, islice
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from delayed_masks import DelayedMasks
 from fastserve_backend.config import KVCacheSection
@@ -15,16 +15,24 @@ from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
 from fastserve_backend.system.clock import VirtualClock
+from remembering_ranks import Blocks, blocks_of_jobs
 
 BLOCK_SIZE = 4
+# Layers with windows alone, and beside layers without.
+WINDOWED_KINDS = (
+    (LayerKind(6, 1),),
+    (LayerKind(None, 1), LayerKind(5, 2)),
+    (LayerKind(None, 2), LayerKind(3, 1), LayerKind(9, 1)),
+)
 BLOCK_BYTES = 100
 RECOMPUTE = KVCacheSection(strategy="recompute", prefix_caching=False)
 NO_TIME = Link(1e-9, 1e-9)
@@ -42,16 +50,24 @@ class SimpleModel(LatencyModel):
 
 
 class WatchedExecutor(SimulatedExecutor):
-    """Checks that no two unfinished steps use the same block, except a job's own in a step ahead.
-    Records the submitted steps.
+    """Checks that no two unfinished steps use the same block, except a job's own in a step ahead,
+    and that no block is swapped in while a step uses it. Records the submitted steps.
 
     Args:
         ahead: whether it takes a step while another runs.
     """
 
-    def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link, ahead: bool) -> None:
+    def __init__(
+        self,
+        model: LatencyModel,
+        clock: VirtualClock,
+        link: Link,
+        ahead: bool,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
+    ) -> None:
         super().__init__(model, clock, link)
-        self.blocks_in_use: dict[int, list[tuple[int, ...]]] = {}  # step → its jobs' block tables
+        self.blocks_in_use: dict[int, list[Blocks]] = {}  # step → those of its jobs
+        self._kinds = kinds
         self.most_unfinished = 0
         self.num_partial = 0
         self.num_ahead = 0
@@ -64,8 +80,8 @@ class WatchedExecutor(SimulatedExecutor):
 
     def submit(self, step: Step) -> None:
         assert self.can_submit or self.can_submit_ahead
-        tables = _tables(step)
-        blocks = set(chain.from_iterable(tables))
+        tables = list(blocks_of_jobs(step, self._kinds, BLOCK_SIZE))
+        blocks = {block for table in tables for block in table.values()}
         assert len(blocks) == sum(map(len, tables))
         running = list(chain.from_iterable(self.blocks_in_use.values()))
         if not self.can_submit:
@@ -73,28 +89,28 @@ class WatchedExecutor(SimulatedExecutor):
             tables_by_row = array("i", step.previous_rows)
             for table, row in zip(tables, tables_by_row, strict=False):
                 if row >= 0:
-                    assert table[: len(running[row])] == running[row]
-            running = [used for used in running if not any(_begins(t, used) for t in tables)]
-        assert blocks.isdisjoint(chain.from_iterable(running))
+                    used = running[row]
+                    assert all(table[place] == used[place] for place in table.keys() & used.keys())
+            in_tables = {item for table in tables for item in table.items()}
+            running = [used for used in running if used.items().isdisjoint(in_tables)]
+        assert blocks.isdisjoint(block for used in running for block in used.values())
         self.blocks_in_use[step.step_id] = tables
         self.most_unfinished = max(self.most_unfinished, len(self.blocks_in_use))
         self.num_partial += step.num_partial
         super().submit(step)
+
+    def copy(self, blocks: CopyBlocks) -> None:
+        if not blocks.is_out:
+            running = chain.from_iterable(self.blocks_in_use.values())
+            used = (block for table in running for block in table.values())
+            assert set(array("i", blocks.device_blocks)).isdisjoint(used)
+        super().copy(blocks)
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         result = super().collect(timeout_s)
         if isinstance(result, StepResult):
             del self.blocks_in_use[result.step_id]
         return result
-
-
-def _tables(step: Step) -> list[tuple[int, ...]]:
-    ids = iter(array("i", step.block_ids))
-    return [tuple(islice(ids, count)) for count in array("i", step.block_counts)]
-
-
-def _begins(table: tuple[int, ...], with_table: tuple[int, ...]) -> bool:
-    return table[: len(with_table)] == with_table
 
 
 class CountingDelivery:
@@ -159,15 +175,24 @@ class Rig:
         eos_token_ids: tuple[int, ...] = (),
         ahead: bool = False,
         masks: DelayedMasks | None = None,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
     ) -> None:
         self.masks = masks
+        self.kinds = kinds
         self.clock = VirtualClock()
         self.ahead = ahead
         model = SimpleModel(num_stages)
         self.executor = self.make_executor(model, link)
         self.delivery = self.make_delivery()
         self.counters = EngineCounters(LatencyHistograms(slo_s=0.3))
-        tiers = TwoTierKV(num_blocks, num_host_blocks, BLOCK_SIZE, incremental=kv_cache.incremental)
+        tiers = TwoTierKV(
+            num_blocks,
+            num_host_blocks,
+            BLOCK_SIZE,
+            incremental=kv_cache.incremental,
+            kinds=kinds,
+            step_tokens=policy.limits.job_tokens,
+        )
         self.pool, self.host = tiers.device, tiers.host
         costs = SwapCosts(model, BLOCK_BYTES, link)
         self.ends: list[tuple[int, FinishReason]] = []
@@ -192,7 +217,7 @@ class Rig:
             masks.loop = self.loop
 
     def make_executor(self, model: LatencyModel, link: Link) -> WatchedExecutor:
-        return WatchedExecutor(model, self.clock, link, self.ahead)
+        return WatchedExecutor(model, self.clock, link, self.ahead, self.kinds)
 
     def make_delivery(self) -> CountingDelivery:
         return CountingDelivery()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from fastserve_backend.errors import EngineError
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
@@ -44,8 +45,9 @@ class MortalRanks(WatchedExecutor):
         calls_to_live: int,
         ahead: bool,
         copy_fails: Callable[[], bool],
+        kinds: Sequence[LayerKind],
     ) -> None:
-        super().__init__(model, clock, LINK, ahead)
+        super().__init__(model, clock, LINK, ahead, kinds)
         self._copy_fails = copy_fails
         self._kv = kv
         self._calls_to_live = calls_to_live
@@ -104,6 +106,7 @@ class RecoveringRig(Rig):
         ahead: bool = False,
         masks: DelayedMasks | None = None,
         copy_fails: Callable[[], bool] = lambda: False,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
     ) -> None:
         self.lives = lives
         self.copy_fails = copy_fails
@@ -119,6 +122,7 @@ class RecoveringRig(Rig):
             eos_token_ids=(END_TOKEN,),
             ahead=ahead,
             masks=masks,
+            kinds=kinds,
         )
 
     def make_delivery(self) -> TextDelivery:
@@ -127,11 +131,17 @@ class RecoveringRig(Rig):
     def make_executor(self, model: LatencyModel, link: Link) -> MortalRanks:
         self.model = model
         life = self.lives.pop(0) if self.lives else FOR_EVER
-        kv = RememberedKV(*self.sizes, BLOCK_SIZE)
-        return MortalRanks(model, self.clock, kv, life, self.ahead, self.copy_fails)
+        kv = RememberedKV(*self.sizes, BLOCK_SIZE, self.kinds)
+        return MortalRanks(model, self.clock, kv, life, self.ahead, self.copy_fails, self.kinds)
 
     def new_kv(self) -> KVManager:
-        tiers = TwoTierKV(*self.sizes, BLOCK_SIZE, incremental=self.kv_cache.incremental)
+        tiers = TwoTierKV(
+            *self.sizes,
+            BLOCK_SIZE,
+            incremental=self.kv_cache.incremental,
+            kinds=self.kinds,
+            step_tokens=self.loop.kv.tiers.needs.step_tokens,
+        )
         self.pool, self.host = tiers.device, tiers.host
         costs = SwapCosts(self.model, BLOCK_BYTES, LINK)
         return KVManager(tiers, self.loop.policy, self.kv_cache, costs, self.counters)

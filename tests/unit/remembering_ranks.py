@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.messages import CopyBlocks, Sampling, Step
 
 # The tokens of a to t in a byte-level tokenizer.
@@ -13,16 +15,53 @@ FIRST_TOKEN = 4 + ord("a")
 NUM_TOKENS = 20
 
 
-class RememberedKV:
-    """A rank's KV blocks, which hold the ids of the tokens themselves.
+Blocks = dict[tuple[int, int], int]
+"""A job's blocks, by group of layers and position in the group's table."""
 
-    A job's next token is a hash of all tokens in its block table, of its sampling and of its mask
-    of 4 bytes. So missing, stale or foreign KV changes tokens.
+
+def blocks_of_jobs(step: Step, kinds: Sequence[LayerKind], block_size: int) -> Iterator[Blocks]:
+    """The blocks of each job of the step that its tokens see."""
+    starts, counts = array("i", step.starts), array("i", step.block_counts)
+    firsts = array("i", step.first_blocks) or array("i", len(counts) * [0])
+    ids, num_jobs = iter(array("i", step.block_ids)), len(starts)
+    of_jobs: list[Blocks] = [{} for _ in starts]
+    num_groups = 0
+    for index, kind in enumerate(kinds):
+        for job, blocks in enumerate(of_jobs):
+            entry = index * num_jobs + job
+            seen = kind.first_seen(starts[job], block_size)
+            assert firsts[entry] <= seen
+            for number in range(counts[entry]):
+                block, group = divmod(number, kind.num_groups)
+                place = num_groups + group, firsts[entry] + block
+                block_id = next(ids)
+                if place[1] >= seen:
+                    blocks[place] = block_id
+        num_groups += kind.num_groups
+    assert next(ids, None) is None
+    return iter(of_jobs)
+
+
+class RememberedKV:
+    """A rank's KV blocks. In each group of layers a token leaves a hash of itself and of what the
+    tokens before it left, as far as the group's window goes.
+
+    A job's next token is a hash of what its last token left, of its sampling and of its mask of 4
+    bytes. So missing, stale or foreign KV changes tokens.
     """
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self._device = np.full((num_blocks, block_size), -1, np.int32)
-        self._host = np.full((num_host_blocks, block_size), -1, np.int32)
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
+    ) -> None:
+        self._device = np.full((num_blocks, block_size), 7, np.uint32)
+        self._host = np.full((num_host_blocks, block_size), 7, np.uint32)
+        self._block_size = block_size
+        self._kinds = kinds
+        self._windows = [kind.window for kind in kinds for _ in range(kind.num_groups)]
         self._last_tokens = np.zeros(0, np.int32)
 
     def run(self, step: Step) -> bytes:
@@ -34,20 +73,34 @@ class RememberedKV:
         taken = np.flatnonzero(rows >= 0)
         ids[taken] = self._last_tokens[rows[taken]]
         counts, starts = array("i", step.query_lens), array("i", step.starts)
-        blocks = np.frombuffer(step.block_ids, np.int32)
-        tables = np.split(blocks, np.cumsum(array("i", step.block_counts))[:-1])
+        jobs = blocks_of_jobs(step, self._kinds, self._block_size)
         tokens = array("i")
         num_sampling = len(counts) - step.num_partial
         end = 0
-        for row, (count, start, table) in enumerate(zip(counts, starts, tables, strict=True)):
+        for row, (count, start, blocks) in enumerate(zip(counts, starts, jobs, strict=True)):
             begin, end = end, end + count
-            kv = self._device[table].reshape(-1)
-            kv[start : start + count] = ids[begin:end]
-            self._device[table] = kv.reshape(len(table), -1)
+            left = [
+                self._write(blocks, group, start, ids[begin:end])
+                for group in range(len(self._windows))
+            ]
             if row < num_sampling:
-                tokens.append(_token(kv[: start + count], step.sampling, row))
+                tokens.append(_token(np.array(left), ids[end - 1], step.sampling, row))
         self._last_tokens = np.array(tokens, np.int32)
         return tokens.tobytes()
+
+    def _write(self, blocks: Blocks, group: int, start: int, ids: np.ndarray) -> int:
+        """Writes what these tokens leave in a group; returns what the last one leaves."""
+        window, left = self._windows[group], 0
+        for position, token in enumerate(ids, start):
+            first = 0 if window is None else max(0, position + 1 - window)
+            slots = [
+                (blocks[group, seen // self._block_size], seen % self._block_size)
+                for seen in range(first, position + 1)
+            ]
+            before = [int(self._device[slot]) for slot in slots[:-1]]
+            left = zlib.crc32(np.array([*before, token], np.int64).tobytes())
+            self._device[slots[-1]] = left
+        return left
 
     def copied(self, step: Step) -> np.ndarray:
         """The contents of the blocks that the step copies."""
@@ -61,14 +114,18 @@ class RememberedKV:
             self._device[device] = self._host[host]
 
 
-def _token(ids: np.ndarray, sampling: Sampling | None, row: int) -> int:
-    value = zlib.crc32(ids.tobytes())
+def _token(left: np.ndarray, last: np.int32, sampling: Sampling | None, row: int) -> int:
+    """
+    Args:
+        left: what the job's last token, ``last``, left in each group of layers.
+    """
+    value = zlib.crc32(left.tobytes())
     if sampling is not None:
         if np.frombuffer(sampling.temperature, np.float32)[row] > 0:
             value = zlib.crc32(sampling.uniform[8 * row : 8 * row + 8], value)
         for penalties in sampling.penalties:
             if penalties.row == row:
-                newest = ids[-1:].tobytes() if penalties.is_pending else b""
+                newest = last.tobytes() if penalties.is_pending else b""
                 value = zlib.crc32(penalties.prompt_ids + penalties.output_ids + newest, value)
         masks = dict(zip(array("i", sampling.masked_rows), array("i", sampling.masks), strict=True))
         if row in masks:

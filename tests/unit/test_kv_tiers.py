@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from fastserve_backend.kv_cache.blocks import OutOfBlocksError
+from fastserve_backend.kv_cache.blocks import BlockPool, OutOfBlocksError
 from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+WINDOWED = (LayerKind(None, 1), LayerKind(6, 2))
 
-def tiers(device: int = 8, host: int = 8, *, incremental: bool = True) -> TwoTierKV:
-    return TwoTierKV(device, host, 4, incremental=incremental)
+
+def tiers(
+    device: int = 8,
+    host: int = 8,
+    *,
+    incremental: bool = True,
+    kinds: tuple[LayerKind, ...] = ONE_GROUP,
+) -> TwoTierKV:
+    return TwoTierKV(device, host, 4, incremental=incremental, kinds=kinds)
 
 
 def begun(transfer: Transfer | None) -> Transfer:
@@ -134,23 +143,92 @@ def test_a_failed_write_back_costs_what_the_host_had() -> None:
     assert (kv.device.num_held(1), kv.host.num_free, kv.num_saved(1)) == (2, 8, 0)
 
 
+def test_a_swapped_job_takes_only_the_blocks_along_that_its_next_token_sees() -> None:
+    kv = tiers(24, 24, kinds=WINDOWED)
+    kv.device.grow(1, 22)
+    assert kv.device.num_held(1) == 6 * 3
+    freed = kv.free_before(1, 22)
+    assert freed == [range(0), range(4)]  # the token at 22 sees those from 17 on
+    assert kv.device.num_held(1) == 6 + 2 * 2
+    transfer = begun(kv.swap_out(1, 22))
+    assert (len(transfer.device_blocks), transfer.num_last) == (10, 3)
+    assert list(transfer.device_blocks[-3:]) == [
+        kv.device.table(1)[-1],
+        *kv.device.table(1, 1)[-2:],
+    ]
+    kv.finish(1, succeeded=True)
+    assert (kv.device.num_free, kv.host.num_held(1)) == (24, 10)
+    transfer = kv.swap_in(1, 23)
+    assert (len(transfer.host_blocks), kv.device.first(1, 1)) == (10, 4)
+    kv.finish(1, succeeded=True)
+    kv.check_integrity()
+
+
+def test_what_falls_behind_a_window_leaves_both_tiers() -> None:
+    kv = tiers(24, 24, kinds=WINDOWED)
+    kv.device.grow(1, 16)
+    assert len(begun(kv.write_back(1, 16, max_blocks=100)).device_blocks) == 4 + 2 * 2
+    kv.finish(1, succeeded=True)
+    kv.device.grow(1, 20, 16)
+    kv.free_before(1, 20)  # the token at 20 sees those from 15 on
+    assert (kv.num_saved(1), kv.host.num_held(1)) == (16, 4 + 2 * 1)
+    assert kv.num_to_copy(1, 20) == 1 + 2
+    kv.device.grow(1, 40, 20)
+    kv.free_before(1, 40)  # and now none that the host has
+    assert (kv.num_saved(1), kv.host.num_held(1)) == (16, 4)
+    assert kv.num_to_copy(1, 40) == 6 + 2 * 2
+    begun(kv.swap_out(1, 40))
+    kv.finish(1, succeeded=True)
+    assert (kv.host.num_held(1), kv.num_saved(1)) == (10 + 2 * 2, 40)
+
+
+def test_the_host_forgets_a_job_all_of_whose_saved_blocks_are_behind_the_window() -> None:
+    kv = tiers(kinds=(LayerKind(6, 1),))
+    kv.device.grow(1, 8)
+    begun(kv.write_back(1, 8, max_blocks=2))
+    kv.finish(1, succeeded=True)
+    kv.device.grow(1, 24, 8)
+    kv.free_before(1, 24)
+    assert (kv.num_saved(1), kv.host.num_free, kv.has_copy(1)) == (0, 8, False)
+    assert len(begun(kv.write_back(1, 24, max_blocks=1)).device_blocks) == 1  # not of its start
+    kv.finish(1, succeeded=True)
+    assert len(begun(kv.swap_out(1, 24)).device_blocks) == 1
+
+
 JOBS = st.integers(0, 7)
 
 
 class Histories(RuleBasedStateMachine):
     """Random operations in any order, with a model of the blocks' contents.
 
-    The model's blocks hold (job, index of the block, tokens in it). A copy takes effect when it
-    ends, with its source's contents at that moment. So contents would mix if a block were reused
+    The model's blocks hold (job, group, index of the block, tokens in it). A copy takes effect when
+    it ends, with its source's contents at that moment. So contents would mix if a block were reused
     too early.
     """
 
-    @initialize(device=st.integers(4, 12), host=st.integers(0, 16), incremental=st.booleans())
-    def start(self, device: int, host: int, incremental: bool) -> None:
-        self.kv = tiers(device, host, incremental=incremental)
+    @initialize(
+        device=st.integers(4, 12),
+        host=st.integers(0, 16),
+        incremental=st.booleans(),
+        kinds=st.sampled_from(
+            [
+                ONE_GROUP,
+                (LayerKind(5, 1),),
+                WINDOWED,
+                (*ONE_GROUP, LayerKind(2, 1), LayerKind(9, 1)),
+            ]
+        ),
+    )
+    def start(
+        self, device: int, host: int, incremental: bool, kinds: tuple[LayerKind, ...]
+    ) -> None:
+        num_groups = sum(kind.num_groups for kind in kinds)
+        self.kv = tiers(
+            device * num_groups, host * num_groups, incremental=incremental, kinds=kinds
+        )
         self.tokens: dict[int, int] = {}  # live jobs with KV → computed tokens
-        self.device: dict[int, tuple[int, int, int]] = {}
-        self.host: dict[int, tuple[int, int, int]] = {}
+        self.device: dict[int, tuple[int, int, int, int]] = {}
+        self.host: dict[int, tuple[int, int, int, int]] = {}
         self.running: dict[int, Transfer] = {}
         self.next_job = 0
 
@@ -166,16 +244,39 @@ class Histories(RuleBasedStateMachine):
 
     def _run(self, job: int, count: int) -> None:
         """An iteration of ``count`` tokens, if the job may run and there is room."""
-        total = self.tokens.get(job, 0) + count
-        if not self.kv.may_run(job) or self.kv.device.missing(job, total) > self.kv.device.num_free:
+        before, device = self.tokens.get(job, 0), self.kv.device
+        total = before + count
+        if not self.kv.may_run(job) or device.missing(job, total, before) > device.num_free:
             return
-        self.kv.device.grow(job, total)
-        for index, block in enumerate(self.kv.device.table(job)):
-            if index < self.kv.device.blocks_for(self.tokens.get(job, 0)):
-                filled = min(4, self.tokens[job] - 4 * index)
-                assert self.device[block] == (job, index, filled)  # the tokens that it attends to
-            self.device[block] = (job, index, min(4, total - 4 * index))
+        device.grow(job, total, before)
+        for (group, index), block in self._blocks(device, job, before).items():
+            if index < device.blocks_for(before):
+                filled = min(4, before - 4 * index)
+                assert self.device[block] == (job, group, index, filled)  # it attends to these
+            self.device[block] = (job, group, index, min(4, total - 4 * index))
         self.tokens[job] = total
+
+    def _blocks(self, pool: BlockPool, job: int, position: int) -> dict[tuple[int, int], int]:
+        """The job's blocks by group and index, those that the token at ``position`` sees and all
+        behind them."""
+        blocks, num_groups = {}, 0
+        for number, kind in enumerate(self.kv.needs.kinds):
+            first, seen = pool.first(job, number), kind.first_seen(position, 4)
+            assert first <= seen, "a block that it sees is gone"
+            for entry, block in enumerate(pool.table(job, number)):
+                index = first + entry // kind.num_groups
+                if index >= seen:
+                    blocks[num_groups + entry % kind.num_groups, index] = block
+            num_groups += kind.num_groups
+        return blocks
+
+    @precondition(lambda self: self.tokens)
+    @rule(pick=JOBS)
+    def free_what_is_behind_the_windows(self, pick: int) -> None:
+        job = self._pick(pick)
+        if self.kv.transfer(job) is None and self.kv.device.num_held(job):
+            self.kv.free_before(job, self.tokens[job])
+            assert self.kv.device.num_held(job) >= self.kv.needs.computed(self.tokens[job])
 
     @precondition(lambda self: self.tokens)
     @rule(pick=JOBS)
@@ -253,10 +354,11 @@ class Histories(RuleBasedStateMachine):
             self.kv.check_integrity()
             for job, tokens in self.tokens.items():
                 if self.kv.may_run(job):
-                    assert self.kv.device.num_held(job) >= self.kv.device.blocks_for(tokens)
+                    assert self.kv.device.num_held(job) >= self.kv.needs.computed(tokens)
                 if self.kv.is_swapped_out(job) and job not in self.running:
-                    for index, block in enumerate(self.kv.host.table(job)):
-                        assert self.host[block][:2] == (job, index)
+                    assert self.kv.host.num_held(job) == self.kv.needs.computed(tokens)
+                    for place, block in self._blocks(self.kv.host, job, tokens).items():
+                        assert self.host[block][:3] == (job, *place)
 
     def teardown(self) -> None:
         if hasattr(self, "kv"):

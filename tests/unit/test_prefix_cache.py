@@ -9,9 +9,10 @@ from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.blocks import BlockPool, KeptBlocks
 from fastserve_backend.kv_cache.prefixes import PrefixKeys
+from fastserve_backend.offers import TAKEN
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job, run_iteration
-from kv_desk import Desk
+from kv_desk import SLOW_LINK, Desk
 from loop_driver import BLOCK_SIZE, Rig
 from policies import Listed, make_policy, skip_join
 
@@ -55,9 +56,11 @@ def test_a_pool_uses_what_it_keeps_last_and_of_that_the_ends_first() -> None:
     pool.grow(2, 16)  # three blocks that keep nothing, and the last kept block
     assert table[2] in pool.table(2)
     assert not {table[0], table[1]} & set(pool.table(2))
-    assert pool.reuse_kept(3, keys) == 2
+    assert [pool.is_kept(key) for key in keys] == [True, True, False]
+    pool.take_kept(3, keys, [range(2)])
     assert list(pool.table(3)) == table[:2]
-    assert pool.reuse_kept(4, keys) == 0
+    assert not any(map(pool.is_kept, keys))
+    pool.take_kept(4, keys, [range(0)])
     assert pool.num_held(4) == 0
     pool.check_integrity()
 
@@ -250,6 +253,24 @@ def test_where_memory_is_short_jobs_are_not_looked_through_for_what_one_has_reca
     jobs = (job for job in waiting if looked_at.append(job) is None)
     assert fill_batch(Listed(jobs), BatchLimits(4, 1000), {1}, kv_round) == []
     assert len(looked_at) == 1
+
+
+def test_what_a_dropped_job_takes_over_in_the_same_round_does_not_leave() -> None:
+    """It gives these blocks back, so nobody may count on them."""
+    desk = desk_of(8, link=SLOW_LINK, write_back=True)
+    urgent, dropped = make_job(0, 80), make_job(1, 64)
+    urgent.prompt_ids = array("i", range(500, 580))
+    ended = make_job(9, 1)
+    desk.run(dropped, ended)
+    end(desk, ended)  # so the next round looks ahead
+    desk.starving.add(urgent.number)
+    kv_round = desk.start_round()
+    kv_round.find_prefix(urgent)
+    assert kv_round.offer(urgent, 80) is TAKEN
+    assert dropped.num_computed == 0
+    kv_round.find_prefix(dropped)  # and then it gets no tokens in the batch
+    assert dropped.num_computed == 48
+    assert kv_round.commit().transfers == []
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from delayed_masks import DelayedMasks
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job, JobState
+from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job
-from loop_driver import BLOCK_SIZE
+from loop_driver import BLOCK_SIZE, WINDOWED_KINDS
 from mortal_ranks import DOWN_S, RecoveringRig
 from policies import POLICIES, make_policy, skip_join
 
@@ -39,6 +40,7 @@ def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> Recove
     ahead=st.booleans(),
     lives=st.lists(st.integers(0, 60), max_size=6),
     prefix_caching=st.booleans(),
+    kinds=st.sampled_from([ONE_GROUP, *WINDOWED_KINDS]),
 )
 def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     seed: int,
@@ -48,13 +50,15 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     ahead: bool,
     lives: list[int],
     prefix_caching: bool,
+    kinds: tuple[LayerKind, ...],
 ) -> None:
     rng = random.Random(seed)
     limits = BatchLimits(
         rng.randint(1, 6), LONGEST + rng.randint(0, 20), rng.choice([None, rng.randint(1, 12)])
     )
-    num_blocks = LONGEST // BLOCK_SIZE + rng.randint(0, 8)
-    num_host_blocks = rng.choice([0, 4, 60])
+    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.job_tokens)
+    num_blocks = needs.most(LONGEST) + needs.num_groups * rng.randint(0, 8)
+    num_host_blocks = needs.num_groups * rng.choice([0, 4, 60])
     cancellations = {number: rng.uniform(0, 60) for number in range(0, NUM_JOBS, 6)}
     job_seed = rng.randint(0, 2**32)
 
@@ -64,12 +68,12 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
         policy = make_policy(name, limits, starvation_s=20.0, longest=16.0)
         kv_cache = KVCacheSection(strategy=strategy, prefix_caching=prefix_caching)
         masks = DelayedMasks(rng, most_turns=0 if not lives else 3)
-        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead, masks)
+        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead, masks, kinds=kinds)
         jobs = random_jobs(job_seed)
         rig.run(jobs, cancellations)
         return rig, [job.sink for job in jobs]
 
-    _, expected = serve([], 200, 0, ahead=False, prefix_caching=False)
+    _, expected = serve([], 200 * needs.num_groups, 0, ahead=False, prefix_caching=False)
     rig, clients = serve(
         list(lives), num_blocks, num_host_blocks, ahead=ahead, prefix_caching=prefix_caching
     )

@@ -6,16 +6,17 @@ from __future__ import annotations
 import random
 
 from fastserve_backend.job import FinishReason, JobState
+from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.scheduler.base import BatchLimits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import make_job
-from loop_driver import BLOCK_SIZE, Rig
+from loop_driver import BLOCK_SIZE, WINDOWED_KINDS, Rig
 from policies import POLICIES, make_policy
 
 
 # Turns of starving jobs that end within prefills.
-@example(seed=2**32, name="gittins", num_stages=1, ahead=False, chunk=True)
+@example(seed=2**32, name="gittins", num_stages=1, ahead=False, chunk=True, kinds=ONE_GROUP)
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
@@ -23,9 +24,15 @@ from policies import POLICIES, make_policy
     num_stages=st.integers(1, 3),
     ahead=st.booleans(),
     chunk=st.booleans(),
+    kinds=st.sampled_from([ONE_GROUP, *WINDOWED_KINDS]),
 )
 def test_every_job_ends_once_and_everything_is_freed(
-    seed: int, name: str, num_stages: int, ahead: bool, chunk: bool
+    seed: int,
+    name: str,
+    num_stages: int,
+    ahead: bool,
+    chunk: bool,
+    kinds: tuple[LayerKind, ...],
 ) -> None:
     rng = random.Random(seed)
     longest = 16 + 12
@@ -33,8 +40,9 @@ def test_every_job_ends_once_and_everything_is_freed(
     if not chunk:
         limits = BatchLimits(rng.randint(1, 6), longest + rng.randint(0, 20))
     policy = make_policy(name, limits, starvation_s=rng.choice([20.0, 200.0]), longest=16.0)
-    num_blocks = longest // BLOCK_SIZE + rng.randint(0, 8)
-    rig = Rig(policy, num_blocks=num_blocks, num_stages=num_stages, ahead=ahead)
+    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.job_tokens)
+    num_blocks = needs.most(longest) + needs.num_groups * rng.randint(0, 8)
+    rig = Rig(policy, num_blocks=num_blocks, num_stages=num_stages, ahead=ahead, kinds=kinds)
     jobs = [
         make_job(
             number,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, TypedDict
+
+from fastserve_backend.checkpoints.layer_groups import LayerGroups
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -56,6 +59,9 @@ class ModelConfig:
     quantization: Quantization | None = None
     kv_dtype: KVDType = "same"
     """Type of the cache on the device."""
+    kv_layers: int | None = None
+    """Layers for which a KV block has room, if this is a rank's part of the model; None: as
+    `layer_groups` says."""
     eos_token_ids: tuple[int, ...]
     """The tokens that end an answer, from config.json and generation_config.json. `end_tokens`
     adds those of the other files."""
@@ -66,6 +72,14 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """For each layer how many tokens a token attends to, itself included; None: all before."""
         return (None,) * self.num_layers
+
+    @cached_property
+    def layer_groups(self) -> LayerGroups:
+        """The groups of layers that share KV blocks. A window that no job exceeds is none."""
+        longest = self.max_model_len
+        return LayerGroups.of(
+            [None if window is None or window >= longest else window for window in self.windows]
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -113,9 +127,9 @@ class ModelConfig:
         return others * self.linear_element_bytes + table * DTYPE_BYTES[self.dtype]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one KV block of `block_size` tokens: keys and values of every layer. In int8
-        each key and value of a head also has a scale of 4 bytes."""
-        rows = 2 * self.num_layers * self.num_kv_heads * block_size
+        """Bytes of one KV block of `block_size` tokens: keys and values of a group of layers. In
+        int8 each key and value of a head also has a scale of 4 bytes."""
+        rows = 2 * self.kv_depth * self.num_kv_heads * block_size
         if self.kv_dtype == "int8":
             return rows * (self.head_dim + INT8_SCALE_BYTES)
         return rows * self.head_dim * DTYPE_BYTES[self.dtype]
@@ -125,5 +139,10 @@ class ModelConfig:
         cache that is INT8 on the device is copied unchanged."""
         if host_dtype == "same" or self.kv_dtype == "int8":
             return self.kv_bytes_per_block(block_size)
-        channels = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        channels = 2 * self.kv_depth * self.num_kv_heads * self.head_dim
         return channels * (block_size + 4)
+
+    @property
+    def kv_depth(self) -> int:
+        """Layers for which a KV block has room."""
+        return self.layer_groups.depth() if self.kv_layers is None else self.kv_layers

@@ -71,9 +71,10 @@ def layers_of_stages(model: ModelConfig, num_stages: int) -> tuple[range, ...]:
 
 
 def share_of_kv(model: ModelConfig, tensor_size: int, num_stages: int) -> float:
-    """The share of a job's KV on a rank of the largest stage, which decides how many jobs fit."""
-    most = max(len(layers) for layers in layers_of_stages(model, num_stages))
-    return most / (model.num_layers * tensor_size)
+    """The share of a KV block on a rank of the largest stage, which decides how many jobs fit."""
+    groups = model.layer_groups
+    most = max(groups.depth(layers) for layers in layers_of_stages(model, num_stages))
+    return most / (groups.depth() * tensor_size)
 
 
 def check_parallel(model: ModelConfig, tensor_size: int, num_stages: int) -> None:

@@ -24,13 +24,14 @@ from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
 from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import memory_of_profile, memory_of_roofline
 from fastserve_backend.simulation.predictions import make_predictions
-from fastserve_backend.simulation.simulator import simulate
+from fastserve_backend.simulation.simulator import longest_job, simulate
 
 # The largest --prediction-error: a prediction that is off by a factor of e¹⁰ says nothing.
 _MOST_ERROR = 10.0
@@ -80,15 +81,16 @@ def simulate_command(
     model, memory = modelled.model, modelled.memory
     block_size = config.kv_cache.block_size
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(
-        f"{model.name}: {memory.num_blocks} KV blocks of {block_size} tokens and "
-        f"{memory.num_host_blocks} on the host"
-    )
+    console.print(_describe_memory(model, memory, block_size))
     loads = []
     for rate in rates or (None,):
         loads.append(_Load.of(workload, rate, prediction_error))
         check_trace_fits(loads[-1].trace, model.max_model_len)
-        check_trace_fits(loads[-1].trace, memory.num_blocks * block_size, "device_blocks")
+        check_trace_fits(
+            loads[-1].trace,
+            longest_job(memory, config.kv_cache, config.scheduler),
+            "device_blocks",
+        )
     points = _sweep(modelled, config.kv_cache, schedulers, loads, console)
     try:
         if output.json is not None:
@@ -99,6 +101,23 @@ def simulate_command(
     finally:  # after the files, which are then written even if the reader of stdout goes away
         code = print_tables([sweep_table(points)])
     return code
+
+
+def _describe_memory(model: ModelConfig, memory: KVMemory, block_size: int) -> str:
+    described = (
+        f"{model.name}: {memory.num_blocks} KV blocks of {block_size} tokens and "
+        f"{memory.num_host_blocks} on the host"
+    )
+    needs = BlockNeeds(block_size, memory.kinds)
+    if not needs.has_windows:
+        return described
+    longest = model.max_model_len
+    without_windows = needs.num_groups * -(-longest // block_size)
+    return (
+        f"{described}; each has {model.kv_depth} of the {model.num_layers} layers, and a job of "
+        f"{longest} tokens holds {needs.computed(longest)} of them, not {without_windows}, because "
+        "of its windows"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +150,8 @@ class _Modelled:
             parallel.tensor_parallel_size,
             parallel.pipeline_parallel_size,
         )
-        return cls(model, roofline, memory_of_roofline(roofline, model, kv))
+        step_tokens = config.scheduler.max_num_batched_tokens
+        return cls(model, roofline, memory_of_roofline(roofline, model, kv, step_tokens))
 
 
 def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> DType:

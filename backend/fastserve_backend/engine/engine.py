@@ -147,7 +147,7 @@ class Engine:
             )
             undo.pop_all()
         self.checks = RequestChecks(
-            self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.device.capacity
+            self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.longest_job
         )
         _log.info(
             "ready: %s, %s, %s",

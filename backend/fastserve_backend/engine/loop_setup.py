@@ -13,6 +13,7 @@ from fastserve_backend.executor.base import Executor
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
@@ -32,14 +33,16 @@ class KVMemory:
     num_blocks: int
     num_host_blocks: int
     block_bytes: int
-    """Size on the host of one block, all layers and ranks."""
+    """Size on the host of one block, all layers of its group and all ranks."""
     link: Link
     """Time to copy one block, every rank its part."""
+    kinds: tuple[LayerKind, ...] = ONE_GROUP
+    """Of the model's layers."""
 
     @classmethod
-    def of_ranks(cls, ready: Ready) -> KVMemory:
+    def of_ranks(cls, ready: Ready, kinds: tuple[LayerKind, ...]) -> KVMemory:
         link = Link(ready.block_out_s, ready.block_in_s)
-        return cls(ready.num_blocks, ready.num_host_blocks, ready.block_bytes, link)
+        return cls(ready.num_blocks, ready.num_host_blocks, ready.block_bytes, link, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class LoopSetup:
             memory.num_host_blocks if self.kv_cache.is_swapping else 0,
             self.kv_cache.block_size,
             incremental=self.kv_cache.incremental,
+            kinds=memory.kinds,
+            step_tokens=policy.limits.job_tokens,
         )
         costs = SwapCosts(self.latency, memory.block_bytes, memory.link)
         return KVManager(tiers, policy, self.kv_cache, costs, self.counters)
@@ -100,7 +105,9 @@ class LoopSetup:
         )
 
     def _make_policy(self, memory: KVMemory, policy_of: MakePolicy | None) -> Policy:
-        kv_tokens = memory.num_blocks * self.kv_cache.block_size
+        # Of jobs within their windows. Longer jobs take less memory a token.
+        num_groups = sum(kind.num_groups for kind in memory.kinds)
+        kv_tokens = memory.num_blocks * self.kv_cache.block_size // num_groups
         sizes = {"max_model_len": self.max_model_len, "kv_tokens": kv_tokens}
         if policy_of is None:
             return make_policy(self.scheduler, self.latency, **sizes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +44,13 @@ class SentStep:
     def num_sampling(self) -> int:
         """Number of jobs that get a token."""
         return len(self.jobs) - self.step.num_partial
+
+    def computed(self) -> Iterator[tuple[int, int]]:
+        """For each job the number, and how many of its first tokens have been run when the step has
+        ended."""
+        starts, lengths = array("i", self.step.starts), array("i", self.step.query_lens)
+        for number, start, length in zip(self.jobs, starts, lengths, strict=True):
+            yield number, start + length
 
     @property
     def decides_masks(self) -> bool:

@@ -57,7 +57,6 @@ def build_step(
     """
     num_decodes = num_partial = 0
     token_ids, query_lens, starts = array("i"), array("i"), array("i")
-    block_counts, block_ids = array("i"), array("i")
     rows = array("i")
     for job, num_tokens in scheduled:
         if job.num_pending:
@@ -73,9 +72,14 @@ def build_step(
         token_ids.extend(ids)
         query_lens.append(len(ids))
         starts.append(job.num_ready)
-        table = pool.table(job.number)
-        block_counts.append(len(table))
-        block_ids.extend(table)
+    block_counts, block_ids, first_blocks = array("i"), array("i"), array("i")
+    for kind in range(len(pool.kinds)):
+        for job, _ in scheduled:
+            table = pool.table(job.number, kind)
+            block_counts.append(len(table))
+            block_ids.extend(table)
+            if pool.has_windows:
+                first_blocks.append(pool.first(job.number, kind))
     return Step(
         step_id=step_id,
         num_decodes=num_decodes,
@@ -89,6 +93,7 @@ def build_step(
         previous_rows=b"" if previous_rows is None else rows.tobytes(),
         copy_from=copies.from_blocks.tobytes(),
         copy_to=copies.to_blocks.tobytes(),
+        first_blocks=first_blocks.tobytes(),
     )
 
 
@@ -99,6 +104,7 @@ def build_copy(transfer: Transfer, block_size: int) -> CopyBlocks:
         device_blocks=transfer.device_blocks.tobytes(),
         host_blocks=transfer.host_blocks.tobytes(),
         num_last_tokens=(transfer.num_tokens - 1) % block_size + 1,
+        num_last=transfer.num_last,
     )
 
 

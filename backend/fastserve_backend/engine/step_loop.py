@@ -265,7 +265,7 @@ class StepLoop:
 
     def _apply_step(self, finished: FinishedStep) -> None:
         sent = finished.sent
-        self.kv.on_step_finished(sent.copies)
+        self.kv.on_step_finished(sent.copies, sent.computed())
         for job in sent.jobs.values():
             if job.state is JobState.FINISHED and not self._work.uses(job):
                 self.jobs.release(job)  # it ended while the step ran

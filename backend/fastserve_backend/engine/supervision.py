@@ -14,6 +14,7 @@ from fastserve_backend.engine.admission import Admission
 from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.errors import EngineError, FastServeError
 from fastserve_backend.executor.base import OwnedExecutor
+from fastserve_backend.layer_kinds import LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.measure import ReadyRanks, cache_path_if_any, load_or_measure
@@ -32,10 +33,12 @@ class StartedRanks(NamedTuple):
     executor: OwnedExecutor
     ready: Ready
     profile: LatencyProfile
+    kinds: tuple[LayerKind, ...]
+    """Of the model's layers."""
 
     @property
     def memory(self) -> KVMemory:
-        return KVMemory.of_ranks(self.ready)
+        return KVMemory.of_ranks(self.ready, self.kinds)
 
 
 class RankSupervisor:
@@ -151,7 +154,7 @@ class RankSupervisor:
         identity = measurable.identity
         if self._profile is None or self._profile.identity.key != identity.key:
             self._profile = load_or_measure(cache_path_if_any(identity), measurable)
-        return StartedRanks(executor, ready, self._profile)
+        return StartedRanks(executor, ready, self._profile, self._model.layer_groups.kinds)
 
 
 class RankReplacement:

@@ -211,10 +211,10 @@ class UnfinishedJobs:
 
     def _fail_if_too_long(self, job: Job) -> None:
         needed = len(job.prompt_ids) + job.params.max_tokens
-        capacity = self.kv.tiers.device.capacity
-        if needed > capacity:
+        longest = self.kv.tiers.longest_job
+        if needed > longest:
             self.fail(
                 job,
                 f"prompt and output together are {needed} tokens, and since the ranks were "
-                f"restarted the KV cache holds {capacity}",
+                f"restarted the KV cache holds {longest}",
             )

@@ -15,7 +15,7 @@ from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.offers import TAKEN, OfferOutcome
 
 # Where no job can be swapped, a new job starts only if each job on the device can still grow by so
-# many blocks. Otherwise those would soon take each other's KV and compute it again.
+# many blocks of each group. Otherwise those would soon take each other's KV and compute it again.
 _GROWTH_BLOCKS = 4
 
 
@@ -51,6 +51,11 @@ class DeviceRoom:
         # to leave for it.
         self._num_ending = parts.tiers.num_of_ended_not_leaving
         self._num_ending += sum(map(self._device.num_held, ending))
+        if parts.tiers.has_windows:
+            self._num_ending += sum(
+                parts.holders.num_unseen(job.number, job.num_computed)
+                for job in parts.holders.with_numbers(state.running)
+            )
         self._has_no_victims = False
         self._candidates: list[Job] = []  # the first jobs that may leave
 
@@ -71,21 +76,22 @@ class DeviceRoom:
 
     def fits(self, job: Job) -> bool:
         """Whether the free blocks hold all tokens of the job."""
-        return self.has_free(self._device.missing(job.number, job.num_tokens))
+        return self.has_free(self._most_missing(job))
 
     def promise_if_it_fits(self, job: Job) -> bool:
         """Promise the job blocks for all its tokens, if they are free. Returns whether they are."""
-        missing = self._device.missing(job.number, job.num_tokens)
+        missing = self._most_missing(job)
         if not self.has_free(missing):
             return False
         self.num_promised += missing
         return True
 
-    def give(self, job: Job, num_tokens: int, *, is_new: bool) -> OfferOutcome:
-        """Give a new job, or one on the device, blocks for its first ``num_tokens`` tokens."""
-        missing = self._device.missing(job.number, num_tokens)
+    def give(self, job: Job, first_token: int, num_tokens: int, *, is_new: bool) -> OfferOutcome:
+        """Give a new job, or one on the device, blocks to run its tokens from ``first_token`` up to
+        ``num_tokens``."""
+        missing = self._device.missing(job.number, num_tokens, first_token)
         if missing:
-            outcome = self._give_missing(job, num_tokens, missing, is_new=is_new)
+            outcome = self._give_missing(job, first_token, num_tokens, missing, is_new=is_new)
             if outcome is not TAKEN.outcome:
                 return outcome
         if is_new or missing:
@@ -99,7 +105,8 @@ class DeviceRoom:
         tiers = self._parts.tiers
         if tiers.is_swapped_out(job.number):
             room_for = job.num_computed + num_tokens
-            if self._reserve(job, self._device.blocks_for(room_for), keeps_work=False):
+            needed = tiers.needs.for_step(job.num_computed, room_for)
+            if self._reserve(job, needed, keeps_work=False):
                 self._parts.swapping.swap_in(job, room_for, self._state)
         is_moving = tiers.transfer(job.number) is not None
         return (
@@ -109,7 +116,7 @@ class DeviceRoom:
         )
 
     def _give_missing(
-        self, job: Job, num_tokens: int, missing: int, *, is_new: bool
+        self, job: Job, first_token: int, num_tokens: int, missing: int, *, is_new: bool
     ) -> OfferOutcome:
         parts = self._parts
         # With this strategy nobody computes again for a new job, unless that starves.
@@ -118,7 +125,7 @@ class DeviceRoom:
             parts.prefixes.give_back_of(job)  # jobs that have begun may need these blocks
             return OfferOutcome.NO_ROOM
         if self._reserve(job, missing, keeps_work=keeps_work):
-            self._device.grow(job.number, num_tokens)
+            self._device.grow(job.number, num_tokens, first_token)
             return OfferOutcome.TAKEN
         if keeps_work:
             parts.prefixes.give_back_of(job)
@@ -126,10 +133,17 @@ class DeviceRoom:
             OfferOutcome.WAITS_FOR_COPIES if self._will_cover_promises() else OfferOutcome.NO_ROOM
         )
 
+    def _most_missing(self, job: Job) -> int:
+        """Blocks to add before the job can run all its tokens, whatever the steps."""
+        return max(
+            0, self._parts.tiers.needs.most(job.num_tokens) - self._device.num_held(job.number)
+        )
+
     def _leaves_room_to_grow(self, num_blocks: int) -> bool:
         """Whether the jobs on the device can still grow if a new job takes ``num_blocks``."""
         parts = self._parts
-        growth = parts.holders.num_on_device * _GROWTH_BLOCKS - parts.tiers.host.num_free
+        growth = parts.holders.num_on_device * _GROWTH_BLOCKS * parts.tiers.needs.num_groups
+        growth -= parts.tiers.host.num_free
         return growth <= 0 or self.has_free(num_blocks + growth)
 
     def _reserve(self, job: Job, num_blocks: int, *, keeps_work: bool) -> bool:

@@ -41,6 +41,8 @@ class Holders:
         self._jobs: dict[int, Job] = {}
         self._moved: dict[int, Job] = {}  # whose ``place`` may be out of date
         self._without_step: set[int] = set()  # holders that have computed nothing yet
+        # Where layers have windows, job → its tokens whose steps have ended.
+        self._num_finished: dict[int, int] = {}
         self._admitted: dict[int, int] = {}  # strategy defer: job → the most blocks it can need
         self._num_admitted_blocks = 0
         self.numbers = self._jobs.keys()
@@ -64,9 +66,12 @@ class Holders:
 
     def admit(self, job: Job) -> bool:
         """Strategy ``defer``: reserve the most blocks that the job can need, if they are free."""
-        device = self._tiers.device
-        needed = device.blocks_for(len(job.prompt_ids) + job.params.max_tokens)
-        if self._num_admitted_blocks + needed > device.num_blocks:
+        num_blocks = self._tiers.device.num_blocks
+        num_tokens = len(job.prompt_ids) + job.params.max_tokens
+        # A step sent ahead takes blocks before the step before it gives any back. A job for which
+        # there is no room for that runs without steps ahead.
+        needed = min(self._tiers.needs.most(num_tokens, num_steps=2), num_blocks)
+        if self._num_admitted_blocks + needed > num_blocks:
             return False
         self._admitted[job.number] = needed
         self._num_admitted_blocks += needed
@@ -82,6 +87,28 @@ class Holders:
     def mark_computed(self, job: Job) -> None:
         """A step of the job was sent, so it has computed something."""
         self._without_step.discard(job.number)
+
+    def on_step_finished(self, job_number: int, num_computed: int) -> None:
+        """A step has ended, and all steps before it: the job's first ``num_computed`` tokens have
+        been run. Only where layers have windows."""
+        if job_number in self._jobs:
+            self._num_finished[job_number] = num_computed
+            self.free_unseen(job_number)
+
+    def free_unseen(self, job_number: int) -> None:
+        """Free the job's blocks behind the windows of its tokens whose steps have not ended. They
+        keep their content. If a copy uses the job's blocks, they are freed when it has ended."""
+        job, num_finished = self._jobs.get(job_number), self._num_finished.get(job_number, 0)
+        if job is not None and self.num_unseen(job_number, num_finished):
+            keys = self._prefixes.keys_to_keep(job)
+            freed = self._tiers.free_before(job_number, num_finished, keys)
+            self._prefixes.on_freed(job, freed)
+
+    def num_unseen(self, job_number: int, position: int) -> int:
+        """Device blocks of the job that no token from ``position`` on sees, and no copy uses."""
+        if self._tiers.is_read(job_number) or self._tiers.transfer(job_number) is not None:
+            return 0
+        return self._tiers.device.num_before(job_number, position)
 
     def on_moved(self, job: Job) -> None:
         """The job's KV leaves for the host, or has come from there."""
@@ -104,9 +131,19 @@ class Holders:
         self._tiers.release(job.number, self._prefixes.keys_to_keep(job))
         self.on_lost(job)
 
+    def drop_unsent(self, job: Job) -> None:
+        """Drop a job whose first step was not sent, if it has blocks. Nothing is lost but time."""
+        if self._jobs.get(job.number) is job and job.number not in self._prefixes.published:
+            job.num_shared = 0
+            keys = self._prefixes.keys_to_keep(job)
+            job.num_computed = 0
+            self._tiers.release(job.number, keys)
+            self.on_lost(job)
+
     def on_lost(self, job: Job) -> None:
         """The job's blocks are gone."""
         del self._jobs[job.number]
+        self._num_finished.pop(job.number, None)
         self._moved[job.number] = job
         self._without_step.discard(job.number)
         self._prefixes.withdraw(job)
@@ -118,6 +155,7 @@ class Holders:
         """The job, which may have no KV, ended."""
         self._num_admitted_blocks -= self._admitted.pop(job.number, 0)
         self._jobs.pop(job.number, None)
+        self._num_finished.pop(job.number, None)
         self._moved.pop(job.number, None)
         self._without_step.discard(job.number)
         self._tiers.release(job.number, self._prefixes.keys_to_keep(job))
@@ -136,6 +174,7 @@ class RoundState:
     def __init__(
         self,
         tiers: TwoTierKV,
+        holders: Holders,
         order: RunningOrder,
         now: float,
         in_flight: Collection[int],
@@ -154,6 +193,7 @@ class RoundState:
         self.transfers: list[Transfer] = []
         """Transfers that this round starts, in order."""
         self._tiers = tiers
+        self._holders = holders
         self._order = order
         self._copy_sources = copy_sources
 
@@ -180,7 +220,10 @@ class RoundState:
 
     def may_leave(self, job: Job) -> bool:
         """Whether the job has device blocks that no step, no copy and no offered job uses. The
-        running step counts as ended if the round is ahead of it."""
+        running step counts as ended if the round is ahead of it.
+
+        Kept blocks that a job took over in this round do not count: it gives them back.
+        """
         number = job.number
         if number in self.offered or number in self._copy_sources:
             return False
@@ -188,6 +231,7 @@ class RoundState:
             return True
         return (
             number not in self.busy
+            and number in self._holders.numbers
             and not self._tiers.is_read(number)
             and self._tiers.transfer(number) is None
             and self._tiers.device.num_held(number) > 0

@@ -12,7 +12,6 @@ from itertools import islice
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job, Place
-from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import DeviceRoom
 from fastserve_backend.kv_cache.holders import Holders, RoundState
@@ -73,7 +72,7 @@ class LookAhead:
         self._rounds_to_look = 0  # until the next look
 
     def on_arrival(self, job: Job, now: float) -> None:
-        self._reserve.add(self._tiers.device.blocks_for(len(job.prompt_ids)), now)
+        self._reserve.add(self._tiers.needs.most(len(job.prompt_ids)), now)
         self.on_change()
 
     def on_change(self) -> None:
@@ -101,7 +100,7 @@ class LookAhead:
         border = DeviceBorder(tiers, state, device.num_blocks - reserve, self._prefixes.num_unused)
         most_returning = max(0, _MAX_RETURNING - tiers.num_unfinished(TransferKind.SWAP_IN))
         returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
-        wanted = reserve + sum(_room_to_return(job, device) for job in returning)
+        wanted = reserve + sum(_room_to_return(job, tiers) for job in returning)
         spare += self._prefixes.give_back(wanted - spare, state.offered)
         num_left = num_refused = 0
         for job in border.outside() if spare < wanted else ():
@@ -122,7 +121,7 @@ class LookAhead:
             if spare >= wanted or num_refused == _MOST_REFUSED:
                 break
         for job in returning:
-            if not room.has_free(_room_to_return(job, device) + reserve):
+            if not room.has_free(_room_to_return(job, tiers) + reserve):
                 break
             self._swapping.swap_in(job, job.num_tokens, state)
 
@@ -138,16 +137,17 @@ class LookAhead:
             return
         for job in islice(state.by_next_run(Place.DEVICE, last_first=True), _WRITE_BACK_JOBS):
             if state.is_idle(job) and (
-                device.num_full_blocks(job.num_computed) > host.num_held(job.number)
+                device.num_full_blocks(job.num_computed) > host.end(job.number)
             ):
-                max_blocks = max(1, int(_WRITE_BACK_S / self._costs.transfer_s(True, 1)))
+                max_blocks = int(_WRITE_BACK_S / self._costs.transfer_s(True, 1))
+                max_blocks = max(self._tiers.needs.num_groups, max_blocks)
                 self._swapping.write_back(job, min(max_blocks, host.num_free), state)
                 break
 
 
-def _room_to_return(job: Job, device: BlockPool) -> int:
+def _room_to_return(job: Job, tiers: TwoTierKV) -> int:
     """Blocks for all tokens of a swapped-out job, so that its next step can follow at once."""
-    return device.blocks_for(job.num_tokens)
+    return tiers.needs.for_step(job.num_computed, job.num_tokens)
 
 
 class DeviceBorder:
@@ -180,7 +180,7 @@ class DeviceBorder:
         Those that run next come first."""
         num_before = 0
         for job in self._swapped_out():
-            num_before += _room_to_return(job, self._tiers.device)
+            num_before += _room_to_return(job, self._tiers)
             if not self._has_behind(job, self._num_here + num_before + band):
                 return
             yield job
@@ -197,7 +197,7 @@ class DeviceBorder:
                 before = next(swapped_out, None)
                 if before is None:
                     return
-                num_before += _room_to_return(before, self._tiers.device)
+                num_before += _room_to_return(before, self._tiers)
                 last_before = self._estimate(before)
             if last_before is not None and last_before >= estimate:
                 return

@@ -17,7 +17,7 @@ Strategies (FastServe §4.2, Fig. 15):
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job
@@ -83,6 +83,10 @@ class KVManager:
             job.swap_stall_s += now - last.now
         for job in last.taken:
             job.num_shared = 0  # if their step was not sent
+            if self.tiers.has_windows and self._prefixes.is_on:
+                # It may have room for copies behind blocks that it lacks, or begin with another
+                # prefix next time.
+                self._holders.drop_unsent(job)
         self._holders.update_places(self._parts.order)
         self._round = self._new_round(now, in_flight, going_on, holds_steps=last.holds_steps)
         return self._round
@@ -100,21 +104,34 @@ class KVManager:
         for job in self._round.taken:
             self._holders.mark_computed(job)
         copies = self._round.prefixes.copies
-        num_copied = len(copies.from_blocks)
-        self._counters.prefix_cached_tokens += num_copied * self.tiers.device.block_size
+        self._counters.prefix_cached_tokens += copies.num_tokens
         for number in copies.sources:
             self.tiers.start_read(number)
         self._round.prefixes.publish_all()
 
-    def on_step_finished(self, copies: PrefixCopies) -> None:
-        """The step that was sent with these copies has ended."""
+    def on_step_finished(
+        self, copies: PrefixCopies, computed: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """The step that was sent with these copies has ended.
+
+        Args:
+            computed: for each of its jobs the number, and how many of the job's first tokens have
+                been run.
+        """
         for number in copies.sources:
             self.tiers.end_read(number)
+        if self.tiers.has_windows:
+            for number in copies.sources:
+                self._holders.free_unseen(number)
+            for number, num_computed in computed:
+                self._holders.on_step_finished(number, num_computed)
 
     def on_transfer_finished(self, job_number: int, *, succeeded: bool, seconds: float) -> None:
         """The ranks have ended the job's transfer. It took the link ``seconds``."""
         self._look_ahead.on_change()
         self._swapping.on_transfer_finished(job_number, succeeded=succeeded, seconds=seconds)
+        if self.tiers.has_windows:
+            self._holders.free_unseen(job_number)
 
     def release(self, job: Job) -> None:
         """The job ended and no step uses its blocks."""

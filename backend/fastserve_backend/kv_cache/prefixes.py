@@ -8,12 +8,17 @@ So equal prefixes have equal KV, and a job gets it in one of two ways:
 * Running jobs: a job that begins alike copies their blocks, on the device, before its first step.
 
 In both cases each block belongs to one job. So swapping and freeing need not know about prefixes.
+
+A layer with a window needs only the blocks before the job's first own token that this token sees.
+The blocks before those may be gone: a job frees them when it has gone on, and they keep their
+content like blocks of ended jobs. So a prefix is of use if layers without a window have all its
+blocks, and layers with a window the last ones. The longest such prefix is taken.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice, takewhile
@@ -86,6 +91,24 @@ class PrefixCopies:
     to_blocks: array[int] = field(default_factory=lambda: array("i"))
     sources: set[int] = field(default_factory=set)
     """Numbers of the jobs whose blocks are copied."""
+    num_tokens: int = 0
+    """Tokens that jobs need not compute, because of the copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The first blocks of a job that it may get from others."""
+
+    keys: Sequence[bytes]
+    """Of the blocks of a group."""
+    kept: Sequence[range]
+    """For each kind of layers which of these blocks are kept. The job takes them over."""
+    num_own: int
+    """Blocks of a group that the job has, of all kinds, when it has taken those over."""
+
+    def to_copy(self, kind: int) -> range:
+        """The blocks of a group that the job copies for layers of this kind."""
+        return range(self.kept[kind].stop, len(self.keys))
 
 
 class Prefixes:
@@ -101,6 +124,7 @@ class Prefixes:
     def __init__(self, device: BlockPool, keys: PrefixKeys, costs: SwapCosts) -> None:
         self.is_on = keys.is_on
         self._device = device
+        self._has_windows = device.has_windows
         self._keys = keys
         self._costs = costs
         self._unused: dict[int, Job] = {}  # took over kept blocks and have not run since
@@ -108,8 +132,9 @@ class Prefixes:
         self.published = self._published.keys()
         """Numbers of the jobs that have computed KV which is on the device. A view, since each
         round looks up all its jobs in it."""
-        # By key: the jobs that have such a block, in order of coming; a dict as an ordered set.
-        self._jobs_with: dict[bytes, dict[int, None]] = {}
+        # For each kind of layers, by key: the jobs that have such a block, in order of coming; a
+        # dict as an ordered set.
+        self._jobs_with: list[dict[bytes, dict[int, None]]] = [{} for _ in device.kinds]
 
     @property
     def num_unused(self) -> int:
@@ -118,9 +143,14 @@ class Prefixes:
 
     def estimate_shared(self, job: Job) -> None:
         """Set ``num_shared`` of a new job, for the policy. It gets no block before it may run."""
-        self.plan_copies(job)
-        num_kept = self._device.num_kept(self._keys.wanted(job)) * self._device.block_size
-        job.num_shared = max(job.num_shared, num_kept)
+        if self._has_windows:
+            hits = [self._hit(job, may_take_over=True, may_copy=True)]
+        else:
+            hits = [
+                self._hit(job, may_take_over=not may_copy, may_copy=may_copy)
+                for may_copy in (True, False)
+            ]
+        job.num_shared = max(len(hit.keys) for hit in hits) * self._device.block_size
 
     def for_round(self, prefilling: Iterable[Job]) -> RoundPrefixes:
         """Give back what was not used in the last round, and start a new one.
@@ -134,14 +164,22 @@ class Prefixes:
 
     # Kept blocks.
 
-    def take_over_kept(self, job: Job) -> None:
-        """Give a job without KV the kept blocks of its first tokens."""
-        if job.number in self._unused:
-            return
-        num_blocks = self._device.reuse_kept(job.number, self._keys.wanted(job))
-        if num_blocks:
-            job.num_computed = num_blocks * self._device.block_size
+    def take_over(self, job: Job, *, may_take_over: bool, may_copy: bool) -> PrefixHit:
+        """Give a job that has computed nothing the kept blocks of its prefix, and set
+        ``num_shared`` to what it can copy behind them.
+
+        Args:
+            may_take_over: the job may get kept blocks. It must have no blocks, or unused ones.
+            may_copy: the job may plan copies.
+        """
+        may_take_over = may_take_over and job.number not in self._unused
+        hit = self._hit(job, may_take_over=may_take_over, may_copy=may_copy)
+        if any(hit.kept) and may_take_over:
+            self._device.take_kept(job.number, hit.keys, hit.kept)
+            job.num_computed = hit.num_own * self._device.block_size
             self._unused[job.number] = job
+        job.num_shared = len(hit.keys) * self._device.block_size - job.num_computed
+        return hit
 
     def on_used(self, job: Job) -> int:
         """The job is about to run. Returns how many tokens it took over for that."""
@@ -165,7 +203,10 @@ class Prefixes:
         """Free the unused blocks of the job, if it has any: it will not run in this round."""
         if self._unused.pop(job.number, None) is None:
             return
-        self._device.release(job.number, self.keys_to_keep(job))
+        keys = self.keys_to_keep(job)
+        if self._has_windows:  # some groups may have taken over more blocks than others
+            keys = list(islice(self._keys.wanted(job), self._device.end(job.number)))
+        self._device.release(job.number, keys)
         job.num_shared += job.num_computed  # the policy still counts on it
         job.num_computed = 0
 
@@ -180,37 +221,110 @@ class Prefixes:
     def publish(self, job: Job) -> None:
         """Let others copy what the job has computed, in all steps that are sent from now on."""
         published = self._published.setdefault(job.number, [])
-        for key in islice(self._keys.held(job), len(published), None):
-            self._jobs_with.setdefault(key, {})[job.number] = None
-            published.append(key)
+        num_before = len(published)
+        published.extend(islice(self._keys.held(job), num_before, None))
+        for kind, jobs_with in enumerate(self._jobs_with):
+            begin = num_before
+            if self._has_windows and len(published) > begin:
+                begin = max(begin, self._device.first(job.number, kind))
+            for key in islice(published, begin, None):
+                jobs_with.setdefault(key, {})[job.number] = None
 
     def withdraw(self, job: Job) -> None:
         """The job's KV leaves the device. Nobody copies it any more, and the job plans no copies:
         their sources may be gone when it is back."""
         job.num_shared = 0
-        for key in self._published.pop(job.number, ()):
-            del self._jobs_with[key][job.number]
-            if not self._jobs_with[key]:
-                del self._jobs_with[key]
+        published = self._published.pop(job.number, ())
+        for kind in range(len(self._jobs_with)):
+            self._withdraw_blocks(job, kind, published)
 
-    def plan_copies(self, job: Job) -> None:
-        """Set ``job.num_shared`` to what the job can copy behind its own blocks."""
-        job.num_shared = len(self.sources(job)) * self._device.block_size
+    def on_freed(self, job: Job, freed: Sequence[range]) -> None:
+        """For each kind of layers the job has lost these blocks of a group."""
+        published = self._published.get(job.number, ())
+        for kind, part in enumerate(freed):
+            self._withdraw_blocks(job, kind, published[part.start : part.stop])
 
-    def sources(self, job: Job) -> list[int]:
-        """A source job for each missing prefix block, up to the first block that no job holds."""
-        found = []
-        for key in islice(self._keys.wanted(job), job.num_computed // self._keys.block_size, None):
-            if key not in self._jobs_with:
-                break
-            found.append(next(iter(self._jobs_with[key])))
-        return found
+    def _withdraw_blocks(self, job: Job, kind: int, keys: Iterable[bytes]) -> None:
+        """Nobody copies these blocks of the job any more."""
+        jobs_with = self._jobs_with[kind]
+        for key in keys:
+            jobs = jobs_with.get(key, {})
+            if job.number in jobs:
+                del jobs[job.number]
+                if not jobs:
+                    del jobs_with[key]
+
+    def source(self, key: bytes, kind: int) -> int:
+        """A job from which to copy the block with this key. There must be one."""
+        return next(iter(self._jobs_with[kind][key]))
 
     def forget(self, job: Job) -> None:
         """The job ended."""
         self._unused.pop(job.number, None)
         self.withdraw(job)
         self._keys.forget(job)
+
+    # The longest prefix.
+
+    def _hit(self, job: Job, *, may_take_over: bool, may_copy: bool) -> PrefixHit:
+        """What a job that has computed nothing may get from others: first kept blocks, then copies.
+
+        Where layers have windows, the job must not have blocks.
+        """
+        keys, num_kept = self._first_blocks(job, may_take_over, may_copy)
+        if not self._has_windows:
+            return PrefixHit(keys, [range(num_kept)], num_kept)
+        length = len(keys)
+        kept: list[range] = []
+        while len(kept) < len(self._device.kinds):
+            part, longest = range(min(num_kept, length)), length
+            if self._device.kinds[len(kept)].window is not None:
+                part, longest = self._last_blocks(len(kept), keys, length, may_take_over, may_copy)
+            if longest == length:
+                kept.append(part)
+            else:  # all kinds again, for a shorter prefix
+                length, kept = longest, []
+        num_own = min(part.stop for part in kept) if any(kept) else 0
+        return PrefixHit(keys[:length], kept, num_own)
+
+    def _first_blocks(
+        self, job: Job, may_take_over: bool, may_copy: bool
+    ) -> tuple[list[bytes], int]:
+        """Keys of the job's first blocks, up to the first that layers without a window cannot get,
+        and how many of these blocks the job has or can take over."""
+        num_own = job.num_computed // self._device.block_size
+        wanted = self._keys.wanted(job)
+        if self._device.kinds[0].window is not None:
+            return list(wanted), 0
+        keys, copies = list(islice(wanted, num_own)), False
+        for key in wanted:
+            if may_take_over and not copies and self._device.is_kept(key):
+                num_own += 1
+            elif may_copy and key in self._jobs_with[0]:
+                copies = True
+            else:
+                break
+            keys.append(key)
+        return keys, num_own
+
+    def _last_blocks(
+        self, kind: int, keys: Sequence[bytes], length: int, may_take_over: bool, may_copy: bool
+    ) -> tuple[range, int]:
+        """What layers with a window get for a prefix of ``length`` blocks.
+
+        Returns:
+            the kept blocks that the job can take over, behind which it copies, and ``length``.
+            Or, if some block is missing, how many blocks a shorter prefix has at most.
+        """
+        block_size = self._device.block_size
+        seen = self._device.kinds[kind].first_seen(length * block_size, block_size)
+        first_copy = length
+        while may_copy and first_copy > seen and keys[first_copy - 1] in self._jobs_with[kind]:
+            first_copy -= 1
+        stop = seen
+        while may_take_over and stop < length and self._device.is_kept(keys[stop], kind):
+            stop += 1
+        return range(seen, stop), length if stop >= first_copy else first_copy - 1
 
 
 class RoundPrefixes:
@@ -230,6 +344,7 @@ class RoundPrefixes:
         self._device = device
         self._keys = keys
         self._costs = costs
+        self._hits: dict[int, PrefixHit] = {}  # by job, what it gets if it runs
         self._to_publish: list[Job] = []  # when the step is sent
         # Keys of blocks that this round's step computes, or a prefill in flight.
         self._coming: set[bytes] = set()
@@ -244,12 +359,9 @@ class RoundPrefixes:
             may_take_over: it gets the kept blocks of its first tokens.
             may_copy: it plans to copy what is missing then.
         """
-        if may_take_over:
-            self._prefixes.take_over_kept(job)
-        if may_copy:
-            self._prefixes.plan_copies(job)
-        else:
-            job.num_shared = 0
+        self._hits[job.number] = self._prefixes.take_over(
+            job, may_take_over=may_take_over, may_copy=may_copy
+        )
 
     def pays_to_wait(self, job: Job) -> bool:
         """Whether a job that has computed nothing starts sooner if it waits for others' prefills.
@@ -286,10 +398,13 @@ class RoundPrefixes:
             self._prefixes.publish(job)
 
     def _copy(self, job: Job) -> None:
-        first = self._device.num_full_blocks(job.num_computed)
-        sources = self._prefixes.sources(job)
-        assert len(sources) * self._device.block_size == job.num_shared, "not all is there to copy"
-        for index, source in enumerate(sources, first):
-            self.copies.from_blocks.append(self._device.table(source)[index])
-            self.copies.to_blocks.append(self._device.table(job.number)[index])
-            self.copies.sources.add(source)
+        hit = self._hits[job.number]
+        assert len(hit.keys) * self._device.block_size == job.num_ready, "another prefix was found"
+        for kind in range(len(self._device.kinds)):
+            for index in hit.to_copy(kind):
+                source = self._prefixes.source(hit.keys[index], kind)
+                block = range(index, index + 1)
+                self.copies.from_blocks += self._device.blocks_at(source, kind, block)
+                self.copies.to_blocks += self._device.blocks_at(job.number, kind, block)
+                self.copies.sources.add(source)
+        self.copies.num_tokens += job.num_shared

@@ -98,7 +98,13 @@ class Round:
         staying = set(in_flight).difference(going_on or ())  # the policy does not offer these
         self.prefixes = parts.prefixes.for_round(parts.holders.with_numbers(staying))
         self._state = RoundState(
-            parts.tiers, parts.order, now, in_flight, going_on, self.prefixes.copies.sources
+            parts.tiers,
+            parts.holders,
+            parts.order,
+            now,
+            in_flight,
+            going_on,
+            self.prefixes.copies.sources,
         )
         self._busy, self._offered = self._state.busy, self._state.offered
         self._room = DeviceRoom(parts, self._state, ending=() if going_on is None else staying)
@@ -142,7 +148,8 @@ class Round:
         elif begins and self.prefixes.pays_to_wait(job) and self._room.promise_if_it_fits(job):
             return self._pass_over(_WAITS_FOR_PREFIX)
         else:
-            outcome = self._room.give(job, job.num_ready + num_tokens, is_new=is_new)
+            first_token = job.num_ready
+            outcome = self._room.give(job, first_token, first_token + num_tokens, is_new=is_new)
             if outcome is TAKEN.outcome:
                 if begins or (self._uses_prefixes and num_tokens > 1):
                     self._counters.prefix_cached_tokens += self.prefixes.on_taken(job, num_tokens)

@@ -44,7 +44,7 @@ class Swapping:
             return False
         if not self._make_host_room(job, state):
             return False
-        num_blocks = self._tiers.device.blocks_for(job.num_computed)
+        num_blocks = self._tiers.needs.computed(job.num_computed)
         num_copied = self._tiers.num_to_copy(job.number, job.num_computed)
         self._counters.swap_avoided_bytes += (num_blocks - num_copied) * self._costs.block_bytes
         job.num_swaps += 1
@@ -61,7 +61,7 @@ class Swapping:
         if not all(self._is_cheaper(job, state) for job in jobs):
             return False
         host = self._tiers.host
-        missing = sum(host.missing(job.number, job.num_computed) for job in jobs)
+        missing = sum(map(self._missing_on_host, jobs))
         own = sum(host.num_held(job.number) for job in jobs)
         return missing <= host.num_free or missing <= host.num_free + self._tiers.num_copies - own
 
@@ -105,9 +105,13 @@ class Swapping:
         return self._costs.swap_is_cheaper(
             job,
             blocks_out=num_copied + self._tiers.num_leaving,
-            blocks_in=self._tiers.device.blocks_for(job.num_computed),
+            blocks_in=self._tiers.needs.computed(job.num_computed),
             num_running=len(state.busy),
         )
+
+    def _missing_on_host(self, job: Job) -> int:
+        """Host blocks to add before the job can be swapped out."""
+        return self._tiers.host.missing(job.number, job.num_computed, job.num_computed)
 
     def _make_host_room(self, job: Job, state: RoundState) -> bool:
         """Free host blocks until the job's KV fits, and return whether it does.
@@ -116,7 +120,7 @@ class Swapping:
         since they will not leave soon.
         """
         host = self._tiers.host
-        missing = host.missing(job.number, job.num_computed)
+        missing = self._missing_on_host(job)
         if missing <= host.num_free:
             return True
         if host.num_held(job.number) + missing > host.num_free + self._tiers.num_copies:

@@ -2,7 +2,8 @@
 
 Only block numbers are kept here; the ranks copy. The host holds a prefix of a job's KV. A full
 block never changes, so its copy stays valid while the job runs on. When the job is swapped out
-again, only later blocks are copied.
+again, only later blocks are copied. For layers with a window, both tiers have only the blocks that
+the job's next tokens see.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 
 class TransferKind(enum.Enum):
@@ -31,15 +33,21 @@ class TransferKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One job's copies of blocks: ``device_blocks[i]`` to or from ``host_blocks[i]``."""
+    """One job's copies of blocks: ``device_blocks[i]`` to or from ``host_blocks[i]``.
+
+    The last block of each group comes behind all others.
+    """
 
     id: int
     job_number: int
     kind: TransferKind
     device_blocks: array[int]
     host_blocks: array[int]
+    num_last: int
+    """How many blocks are the last of their group. The others are full."""
     num_tokens: int
-    """How many of the job's first tokens both tiers have when it ends."""
+    """How many of the job's first tokens both tiers have when it ends, as far as layers with a
+    window see them."""
 
 
 class TwoTierKV:
@@ -57,13 +65,25 @@ class TwoTierKV:
 
     Args:
         incremental: keep the host's blocks when the job returns to the device.
+        kinds: of the model's layers.
+        step_tokens: most tokens of a job in one step.
     """
 
     def __init__(
-        self, num_device_blocks: int, num_host_blocks: int, block_size: int, *, incremental: bool
+        self,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        *,
+        incremental: bool,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
+        step_tokens: int = 1,
     ) -> None:
-        self.device = BlockPool(num_device_blocks, block_size)
-        self.host = BlockPool(num_host_blocks, block_size)
+        self.device = BlockPool(num_device_blocks, block_size, kinds)
+        self.host = BlockPool(num_host_blocks, block_size, kinds)
+        self.needs = BlockNeeds(block_size, tuple(kinds), step_tokens)
+        """Counts the blocks that jobs need."""
+        self.has_windows = self.needs.has_windows
         self._block_size = block_size
         self._incremental = incremental
         self._saved: dict[int, int] = {}  # job → its first tokens whose KV is valid on the host
@@ -84,6 +104,11 @@ class TwoTierKV:
         """Device blocks that the unfinished swap-outs will free."""
         self.num_in_transfer = 0
         """Blocks that the unfinished transfers copy."""
+
+    @property
+    def longest_job(self) -> int:
+        """Tokens of the longest job that the device holds alone."""
+        return self.needs.longest_job(self.device.num_blocks)
 
     @property
     def num_transfers(self) -> int:
@@ -147,7 +172,31 @@ class TwoTierKV:
         saved = self.num_saved(job_number)
         if saved == num_tokens:
             return 0
-        return self.device.blocks_for(num_tokens) - saved // self._block_size
+        if not self.has_windows:
+            return self.device.blocks_for(num_tokens) - saved // self._block_size
+        parts = self._unsaved(saved, num_tokens, self.device.blocks_for(num_tokens))
+        return sum(
+            kind.num_groups * len(part) for kind, part in zip(self.needs.kinds, parts, strict=True)
+        )
+
+    def free_before(
+        self, job_number: int, position: int, keys: Sequence[bytes] = ()
+    ) -> list[range]:
+        """Free the blocks, in both tiers, that no token of the job from ``position`` on sees.
+
+        The job must be on the device, without a transfer, and all its steps before ``position`` and
+        all steps that copy from it must have ended.
+
+        Args:
+            keys: for ``BlockPool.release`` of the device blocks.
+
+        Returns:
+            for each kind of layers which device blocks of a group were freed.
+        """
+        freed = self.device.free_before(job_number, position, keys)
+        self._trim_host(job_number, position)
+        self._update_facts(job_number)
+        return freed
 
     def swap_out(self, job_number: int, num_tokens: int) -> Transfer | None:
         """Move the job's KV of ``num_tokens`` tokens to the host.
@@ -158,31 +207,41 @@ class TwoTierKV:
         Raises:
             OutOfBlocksError: the host has no room; nothing has changed.
         """
-        first = self.num_saved(job_number) // self._block_size
-        num_blocks = self.num_to_copy(job_number, num_tokens)
-        self.host.grow(job_number, num_tokens)
-        if num_blocks == 0:
+        self._trim_host(job_number, num_tokens)
+        saved = self.num_saved(job_number)
+        self.host.grow(job_number, num_tokens, num_tokens)
+        if saved == num_tokens:
             self.device.release(job_number)
             self._update_facts(job_number)
             return None
+        parts = self._unsaved(saved, num_tokens, self.device.blocks_for(num_tokens))
         self.num_leaving += self.device.num_held(job_number)
-        return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
+        return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, parts)
 
     def write_back(self, job_number: int, num_tokens: int, max_blocks: int) -> Transfer | None:
         """Copy the job's first full blocks that the host lacks. None: there is nothing to copy.
 
         The job must be on the device, without a transfer.
 
+        Args:
+            num_tokens: tokens whose KV the job has.
+            max_blocks: copy so many at most.
+
         Raises:
             OutOfBlocksError: the host has no room; nothing has changed.
         """
-        first = self.num_saved(job_number) // self._block_size
-        num_blocks = min(max_blocks, self.device.num_full_blocks(num_tokens) - first)
-        if num_blocks <= 0:
+        self._trim_host(job_number, num_tokens)
+        saved = self.num_saved(job_number)
+        first = max(saved // self._block_size, self._first_seen(num_tokens))
+        stop = min(
+            first + max_blocks // self.needs.num_groups, self.device.num_full_blocks(num_tokens)
+        )
+        parts = self._unsaved(saved, num_tokens, stop)
+        if not any(parts):
             return None
-        num_saved = (first + num_blocks) * self._block_size
-        self.host.grow(job_number, num_saved)
-        return self._start(TransferKind.WRITE_BACK, job_number, num_saved, first, num_blocks)
+        num_saved = stop * self._block_size
+        self.host.grow(job_number, num_saved, num_tokens)
+        return self._start(TransferKind.WRITE_BACK, job_number, num_saved, parts)
 
     def swap_in(self, job_number: int, room_for: int) -> Transfer:
         """Move the swapped-out job to the device, with blocks for ``room_for`` tokens.
@@ -191,9 +250,9 @@ class TwoTierKV:
             OutOfBlocksError: the device has no room; nothing has changed.
         """
         num_tokens = self._saved[job_number]
-        self.device.grow(job_number, max(room_for, num_tokens))
-        num_blocks = self.device.blocks_for(num_tokens)
-        return self._start(TransferKind.SWAP_IN, job_number, num_tokens, 0, num_blocks)
+        self.device.grow(job_number, max(room_for, num_tokens), num_tokens)
+        parts = self._unsaved(0, num_tokens, self.device.blocks_for(num_tokens))
+        return self._start(TransferKind.SWAP_IN, job_number, num_tokens, parts)
 
     def finish(self, job_number: int, *, succeeded: bool) -> None:
         """The job's transfer has ended. If a swap failed, the job loses its KV in both tiers; if a
@@ -257,14 +316,14 @@ class TwoTierKV:
         self.device.check_integrity()
         self.host.check_integrity()
         for number, saved in self._saved.items():
-            held = self.host.num_held(number)
-            assert 0 < saved <= held * self._block_size, "the host lacks blocks of a saved prefix"
+            end = self.host.end(number)
+            assert 0 < saved <= end * self._block_size, "the host lacks blocks of a saved prefix"
         for number, transfer in self._transfers.items():
             for pool, blocks in (
                 (self.device, transfer.device_blocks),
                 (self.host, transfer.host_blocks),
             ):
-                assert set(blocks) <= set(pool.table(number)), "a transfer lost its blocks"
+                assert set(blocks) <= set(pool.all_blocks(number)), "a transfer lost its blocks"
         self._check_counts()
         used = self._transfers.keys() | self._readers.keys()
         assert self._ended.keys() <= used, "an ended job was forgotten"
@@ -311,20 +370,58 @@ class TwoTierKV:
         if job_number in self._ended and not is_used:
             self.release(job_number, self._ended.pop(job_number))
 
+    def _unsaved(self, saved: int, num_tokens: int, stop: int) -> list[range]:
+        """For each kind of layers the blocks of a group, before block ``stop``, that a job of
+        ``num_tokens`` tokens needs and of which the first ``saved`` tokens lack."""
+        first = saved // self._block_size
+        return [
+            range(max(first, kind.first_seen(num_tokens, self._block_size)), stop)
+            for kind in self.needs.kinds
+        ]
+
+    def _first_seen(self, num_tokens: int) -> int:
+        """The first block of any group that a job of ``num_tokens`` tokens still needs."""
+        return min(kind.first_seen(num_tokens, self._block_size) for kind in self.needs.kinds)
+
+    def _trim_host(self, job_number: int, num_tokens: int) -> None:
+        """Free the host's blocks that the job with ``num_tokens`` tokens does not see any more."""
+        if self.has_windows and self.host.num_held(job_number):
+            self.host.free_before(job_number, num_tokens)
+            if not self.host.num_held(job_number):
+                self._saved.pop(job_number, None)
+            self._update_facts(job_number)
+
     def _start(
-        self, kind: TransferKind, job_number: int, num_tokens: int, first: int, num_blocks: int
+        self, kind: TransferKind, job_number: int, num_tokens: int, parts: Sequence[range]
     ) -> Transfer:
-        part = slice(first, first + num_blocks)
+        """
+        Args:
+            parts: for each kind of layers the blocks of a group that are copied.
+        """
+        stop = self.device.blocks_for(num_tokens)
+        device_blocks, host_blocks = array("i"), array("i")
+        for all_but_last in (True, False):
+            for index, part in enumerate(parts):
+                split = max(part.start, stop - 1)
+                copied = range(part.start, split) if all_but_last else range(split, part.stop)
+                if copied:
+                    device_blocks += self.device.blocks_at(job_number, index, copied)
+                    host_blocks += self.host.blocks_at(job_number, index, copied)
         transfer = Transfer(
             id=next(self._ids),
             job_number=job_number,
             kind=kind,
-            device_blocks=self.device.table(job_number)[part],
-            host_blocks=self.host.table(job_number)[part],
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            num_last=sum(
+                groups.num_groups
+                for groups, part in zip(self.needs.kinds, parts, strict=True)
+                if part
+            ),
             num_tokens=num_tokens,
         )
         self._transfers[job_number] = transfer
         self._num_of_kind[kind] += 1
-        self.num_in_transfer += num_blocks
+        self.num_in_transfer += len(device_blocks)
         self._update_facts(job_number)
         return transfer

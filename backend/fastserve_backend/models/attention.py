@@ -1,12 +1,14 @@
 """Causal attention over the paged KV cache.
 
 `Attention` is a layer of a model. `AttentionBatch` says where a step's tokens are in the cache and
-what they attend to; its subclasses call the kernels of a CPU and of a GPU.
+what they attend to. It has a `GroupBatch` for each group of layers; its subclasses call the kernels
+of a CPU and of a GPU.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +24,12 @@ from fastserve_backend.models.model_part import ModelPart
 class Attention:
     """Causal attention of one layer over the paged cache.
 
-    layer: its number in the cache, from 0.
+    group: the group of layers with which it shares blocks (`checkpoints.layer_groups`).
+    layer: its number in the blocks of its group, from 0.
     heads, kv_heads: those of this rank; kv_heads < heads is grouped-query attention.
     """
 
+    group: int
     layer: int
     heads: int
     kv_heads: int
@@ -44,7 +48,8 @@ class Attention:
         size = part.tensor.size
         heads, kv_heads = config.num_heads // size, config.num_kv_heads // size
         usual = AttentionRule(config.head_dim**-0.5)
-        return cls(layer, heads, kv_heads, config.head_dim, rule or usual)
+        group, number = config.layer_groups.places(part.layers)[layer]
+        return cls(group, number, heads, kv_heads, config.head_dim, rule or usual)
 
     def __call__(
         self, qkv: Tensor, batch: AttentionBatch, kv: Tensor, cos_sin: Tensor | None = None
@@ -54,25 +59,35 @@ class Attention:
         Writes the step's keys and values to the cache `kv` first. With cos_sin, float32 [T, dim],
         queries and keys are rotated first (`ops.rotate`); that changes qkv.
         """
+        in_group = batch.groups[self.group]
         by_head = qkv.view(len(qkv), -1, self.head_dim)
         if cos_sin is None:
             key = by_head[:, self.heads : self.heads + self.kv_heads]
             value = by_head[:, self.heads + self.kv_heads :]
-            ops.kv_write(kv, self.layer, key, value, batch.slots)
+            ops.kv_write(kv, self.layer, key, value, in_group.slots)
         else:
-            ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, batch.slots)
-        out = batch.attend(by_head[:, : self.heads], kv, self.layer, self.rule)
+            ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, in_group.slots)
+        out = in_group.attend(by_head[:, : self.heads], kv, self.layer, self.rule)
         return out.view(len(qkv), -1)
 
 
 @dataclass(frozen=True)
-class AttentionBatch(ABC):
-    """The T tokens of a step of S jobs: where they are in the cache and what they attend to.
+class AttentionBatch:
+    """The tokens of a step, as each group of layers sees them."""
+
+    groups: Sequence[GroupBatch]
+
+
+@dataclass(frozen=True)
+class GroupBatch(ABC):
+    """The T tokens of a step of S jobs in one group of layers: where they are in the cache and what
+    they attend to.
 
     num_decodes: D; the first D jobs decode, with one token each.
     slots: int64 [T], `block_id * block_size + offset` where a token's key and value go; -1 for
         padding.
-    block_tables, table_starts: int32 [N] and [S], see `fastserve_kernels.ops`.
+    block_tables, table_starts: int32 [N] and [S], see `fastserve_kernels.ops`. The blocks before a
+        window have no entries: there table_starts points to where a whole table would begin.
     context_lens: int32 [S], a job's tokens in the cache after this step; 0 for padding.
     query_starts: int32 [S - D + 1], where the rows of each job in prefill begin, counted from row
         D, and then the number of such rows.
@@ -115,7 +130,7 @@ class AttentionBatch(ABC):
         """Fill `out` for the jobs in prefill."""
 
 
-class CPUBatch(AttentionBatch):
+class CPUBatch(GroupBatch):
     """For a CPU, whose kernels take the arrays as they are."""
 
     def _decode(
@@ -147,13 +162,13 @@ class CPUBatch(AttentionBatch):
 
 
 @dataclass(frozen=True)
-class WorkListBatch(AttentionBatch):
+class WorkListBatch(GroupBatch):
     """For a GPU, whose kernels also take work lists that the host has made.
 
     The kernels are imported on use: they need Triton, which only a GPU needs.
 
-    decode_work, prefill_work: int32, the work of decodes and of prefills, made by
-        `fastserve_kernels.gpu.work_lists`.
+    decode_work, prefill_work: int32, the work of decodes and of prefills in layers with the group's
+        window, made by `fastserve_kernels.gpu.work_lists`.
     decode_scratch: float32, see `gpu.paged_decode`.
     """
 

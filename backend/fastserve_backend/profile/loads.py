@@ -7,7 +7,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 Mix = tuple[tuple[int, int, bool], ...]
 """(tokens in the cache, tokens to run, whether a token is sampled) of each job of an iteration."""
@@ -36,22 +38,30 @@ class Limits:
     max_model_len: int
     num_blocks: int
     block_size: int
+    kinds: tuple[LayerKind, ...] = ONE_GROUP
+    """Of the model's layers."""
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int, num_blocks: int) -> Limits:
+    def of(cls, config: EngineConfig, model: ModelConfig, num_blocks: int) -> Limits:
         """The limits of an engine whose ranks have ``num_blocks`` blocks."""
         return cls(
             max_seqs=config.scheduler.most_seqs,
             max_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_model_len=model.max_model_len,
             num_blocks=num_blocks,
             block_size=config.kv_cache.block_size,
+            kinds=model.layer_groups.kinds,
         )
+
+    @property
+    def needs(self) -> BlockNeeds:
+        """Counts the blocks of jobs."""
+        return BlockNeeds(self.block_size, self.kinds, self.max_batched_tokens)
 
     @property
     def max_job_tokens(self) -> int:
         """Most tokens of one job, cached and new ones together."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        return min(self.max_model_len, self.needs.longest_job(self.num_blocks))
 
     @property
     def max_prefill_tokens(self) -> int:
@@ -59,7 +69,8 @@ class Limits:
 
     def hold(self, mix: Mix) -> bool:
         """Whether an engine with these limits can run the iteration."""
-        blocks = sum(-(-(start + count) // self.block_size) for start, count, _ in mix)
+        needs = self.needs
+        blocks = sum(needs.for_step(start, start + count) for start, count, _ in mix)
         return (
             0 < len(mix) <= self.max_seqs
             and sum(count for _, count, _ in mix) <= self.max_batched_tokens

@@ -74,7 +74,7 @@ class ReadyRanks:
             block_size=config.kv_cache.block_size,
             parallel=config.parallel,
         )
-        limits = Limits.of(config, model.max_model_len, ready.num_blocks)
+        limits = Limits.of(config, model, ready.num_blocks)
         return cls(identity, limits, link_of(ready), executor, now)
 
 
@@ -203,7 +203,8 @@ class _StepTimer:
     def __init__(self, ranks: ReadyRanks) -> None:
         limits = ranks.limits
         self._executor, self._now = ranks.executor, ranks.now
-        self._block_size = limits.block_size
+        self._block_size, self._kinds = limits.block_size, limits.kinds
+        self._has_windows = limits.needs.has_windows
         self._tokens = random.Random(_SEED)
         self._vocab_size = int(ranks.identity.shape["vocab_size"])
         self._num_blocks = min(limits.num_blocks, max(1, _KV_TOKENS // limits.block_size))
@@ -269,22 +270,35 @@ class _StepTimer:
         return Step.of(
             self._num_steps,
             [
-                (start, self._random_tokens(count), self._table(start, count))
+                (start, self._random_tokens(count), *self._tables(start, count))
                 for start, count, _ in ordered
             ],
             num_partial=sum(not samples for *_, samples in ordered),
+            first_blocks=[
+                [kind.first_seen(start, self._block_size) for start, *_ in ordered]
+                for kind in self._kinds
+                if self._has_windows
+            ],
         )
 
     def _random_tokens(self, count: int) -> list[int]:
         return [self._tokens.randrange(self._vocab_size) for _ in range(count)]
 
-    def _table(self, start: int, count: int) -> list[int]:
+    def _tables(self, start: int, count: int) -> list[list[int]]:
+        """A job's block table for each kind of layers."""
+        end = -(-(start + count) // self._block_size)
+        firsts = (kind.first_seen(start, self._block_size) for kind in self._kinds)
+        return [
+            self._table(start, kind.num_groups * (end - first))
+            for kind, first in zip(self._kinds, firsts, strict=True)
+        ]
+
+    def _table(self, start: int, needed: int) -> list[int]:
         """A block table that takes blocks in turn. A job that reads KV gets only written blocks.
 
         Reading memory that was never written is faster than reading real KV. Jobs may share blocks,
         because values do not matter.
         """
-        needed = -(-(start + count) // self._block_size)
         if start == 0:
             self._num_written = max(
                 self._num_written, min(self._num_blocks, self._next_block + needed)

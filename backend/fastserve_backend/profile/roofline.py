@@ -20,9 +20,12 @@ overheads do not shrink with faster memory.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fastserve_backend.checkpoints.model_config import DTYPE_BYTES, ModelConfig
 from fastserve_backend.checkpoints.partition import check_parallel, layers_of_stages, share_of_kv
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.profile.hardware import GPUS_PER_NODE, Hardware
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
@@ -116,9 +119,20 @@ class Roofline(LatencyModel):
         self._experts_read_s = experts * element_bytes / hbm
         self._head_token_s = head * _FLOPS_PER_WEIGHT / linear_flops
         self._head_read_s = head * element_bytes / hbm
-        self._position_s = model.kv_bytes_per_block(1) / hbm
-        channels = model.num_layers * model.num_heads * model.head_dim
-        self._pair_s = channels * _FLOPS_PER_PAIR / attention_flops
+        position_bytes = model.kv_bytes_per_block(1) // model.kv_depth
+        channels = model.num_heads * model.head_dim
+        # For each window, and None: (seconds a position, seconds a pair) in all layers with it.
+        attention = {
+            window: (
+                count * position_bytes / hbm,
+                count * channels * _FLOPS_PER_PAIR / attention_flops,
+            )
+            for window, count in Counter(model.windows).items()
+        }
+        self._position_s, self._pair_s = attention.get(None, (0.0, 0.0))
+        self._windows = [
+            (window, *seconds) for window, seconds in attention.items() if window is not None
+        ]
 
         reduce_token_s, reduce_s = _all_reduces(model, hardware, tensor_parallel)
         send_token_s, send_s = _hand_overs(model, hardware, tensor_parallel, pipeline_parallel)
@@ -146,7 +160,7 @@ class Roofline(LatencyModel):
             head_s = self._head_token_s * load.num_sampled
             if head_s < self._head_read_s:
                 head_s = self._head_read_s
-        return (
+        seconds = (
             self._overhead_s
             + layers_s
             + head_s
@@ -154,6 +168,12 @@ class Roofline(LatencyModel):
             + self._position_s * load.decode_context
             + self._pair_s * load.prefill_pairs
         )
+        for window, position_s, pair_s in self._windows:
+            # As if all jobs were of equal length.
+            positions = min(load.decode_context, window * load.num_decodes)
+            pairs = min(load.prefill_pairs, window * (tokens - load.num_decodes))
+            seconds += position_s * positions + pair_s * pairs
+        return seconds
 
     def swap_s(self, num_bytes: int) -> float:
         """Seconds to move ``num_bytes`` of KV between devices and host, in one direction.
@@ -162,15 +182,21 @@ class Roofline(LatencyModel):
         """
         return num_bytes * self.share_of_kv / (self._hardware.pcie_bytes_s * PCIE_SHARE)
 
-    def num_device_blocks(self, block_size: int, device_memory_utilization: float) -> int:
+    def num_device_blocks(
+        self, block_size: int, device_memory_utilization: float, step_tokens: int = 1
+    ) -> int:
         """KV blocks of ``block_size`` tokens that fit beside the weights.
+
+        Args:
+            step_tokens: most tokens of a step. They count where layers have windows.
 
         Raises:
             ConfigError: one job of the model's ``max_model_len`` does not fit.
         """
         left = self._hardware.hbm_bytes * device_memory_utilization - self._weight_bytes
         num_blocks = int(left // (self._model.kv_bytes_per_block(block_size) * self.share_of_kv))
-        needed = -(-self._model.max_model_len // block_size)
+        kinds = self._model.layer_groups.kinds
+        needed = BlockNeeds(block_size, kinds, step_tokens).most(self._model.max_model_len)
         if num_blocks < needed:
             raise ConfigError(
                 f"hardware: got {self._hardware.name!r}; {max(0.0, left) / 2**30:.1f} GiB a GPU "

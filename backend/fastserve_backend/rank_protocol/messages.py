@@ -162,6 +162,9 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
     The order of the jobs: first those that decode, then those whose prefill ends in this step, then
     those whose prefill goes on in a later step.
+
+    The model has layers of K kinds (`layer_kinds`). A job's table for a kind of m groups has m
+    entries for each block of a group.
     """
 
     step_id: int
@@ -172,8 +175,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     token_ids: bytes  # int32 [T], job after job
     query_lens: bytes  # int32 [S]: tokens of each job in this step
     starts: bytes  # int32 [S]: position of each job's first token
-    block_counts: bytes  # int32 [S]
-    block_ids: bytes  # int32 [sum(block_counts)]
+    block_counts: bytes  # int32 [K, S]: entries of each job's table, for each kind of layers
+    block_ids: bytes  # int32 [sum(block_counts)], kind after kind and in each job after job
     sampling: Sampling | None
     """None: choose every new token greedily, and return nothing but tokens."""
     previous_rows: bytes = b""  # int32 [num_decodes], or empty
@@ -183,22 +186,28 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     copy_from: bytes = b""  # int32 [n]
     """Blocks that the step copies on the device before anything else."""
     copy_to: bytes = b""  # int32 [n]: blocks of the step's jobs, none of them in copy_from
+    first_blocks: bytes = b""  # int32 [K, S], or empty
+    """With which block of a group each table begins. Empty: with block 0."""
 
     @classmethod
     def of(
         cls,
         step_id: int,
-        jobs: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+        jobs: Sequence[tuple[int, Sequence[int], *tuple[Sequence[int], ...]]],
         *,
         num_partial: int = 0,
+        first_blocks: Sequence[Sequence[int]] = (),
     ) -> Step:
         """A greedy step that knows all its tokens.
 
         Args:
-            jobs: (position of the first token, tokens, blocks) of each, in the step's order. A job
-                decodes if it runs a single token and gets one.
+            jobs: (position of the first token, tokens, a block table for each kind of layers) of
+                each, in the step's order. A job decodes if it runs a single token and gets one.
+            first_blocks: for each kind of layers, with which block each job's table begins. Empty:
+                with block 0.
         """
-        starts, tokens, blocks = zip(*jobs, strict=True)
+        starts, tokens, *kinds = zip(*jobs, strict=True)
+        tables = list(chain.from_iterable(kinds))
         return cls(
             step_id=step_id,
             num_decodes=sum(len(ids) == 1 for ids in tokens[: len(jobs) - num_partial]),
@@ -206,9 +215,10 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             token_ids=_ints(chain.from_iterable(tokens)),
             query_lens=_ints(map(len, tokens)),
             starts=_ints(starts),
-            block_counts=_ints(map(len, blocks)),
-            block_ids=_ints(chain.from_iterable(blocks)),
+            block_counts=_ints(map(len, tables)),
+            block_ids=_ints(chain.from_iterable(tables)),
             sampling=None,
+            first_blocks=_ints(chain.from_iterable(first_blocks)),
         )
 
 
@@ -257,7 +267,8 @@ class CopyBlocks(msgspec.Struct, tag="copy", array_like=True):
     device_blocks: bytes  # int32 [n]
     host_blocks: bytes  # int32 [n]
     num_last_tokens: int
-    """Tokens in the last block; the others are full."""
+    """Tokens in each of the last ``num_last`` blocks; the others are full."""
+    num_last: int = 1
 
 
 class CopyResult(msgspec.Struct, tag="copied", array_like=True):

@@ -65,6 +65,11 @@ class BatchLimits:
     chunk_sizes: ChunkSizes | None = None
     """Each iteration takes its ``prefill_chunk_tokens`` from these. None: they never change."""
 
+    @property
+    def job_tokens(self) -> int:
+        """Most tokens of one job."""
+        return self.prefill_chunk_tokens or self.max_tokens
+
     def for_load(self, num_prompts: int, num_decodes: int) -> BatchLimits:
         """The limits of one iteration. The arguments are those of ``ChunkSizes.best``."""
         if self.chunk_sizes is None:

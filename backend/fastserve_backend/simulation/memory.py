@@ -11,8 +11,13 @@ from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.rank_protocol.link import Link
 
 
-def memory_of_roofline(roofline: Roofline, model: ModelConfig, kv: KVCacheSection) -> KVMemory:
+def memory_of_roofline(
+    roofline: Roofline, model: ModelConfig, kv: KVCacheSection, step_tokens: int = 1
+) -> KVMemory:
     """The memory of GPUs that are not here.
+
+    Args:
+        step_tokens: most tokens of a step. They count where layers have windows.
 
     Raises:
         ConfigError: the device cannot hold one job of the model's ``max_model_len``.
@@ -20,10 +25,11 @@ def memory_of_roofline(roofline: Roofline, model: ModelConfig, kv: KVCacheSectio
     block_bytes = model.host_kv_bytes_per_block(kv.block_size, kv.host_dtype)
     block_s = roofline.swap_s(block_bytes)
     num_blocks = kv.device_blocks or roofline.num_device_blocks(
-        kv.block_size, kv.device_memory_utilization
+        kv.block_size, kv.device_memory_utilization, step_tokens
     )
     num_host_blocks = _host_blocks(kv, block_bytes * roofline.share_of_kv)
-    return KVMemory(num_blocks, num_host_blocks, block_bytes, Link(block_s, block_s))
+    kinds = model.layer_groups.kinds
+    return KVMemory(num_blocks, num_host_blocks, block_bytes, Link(block_s, block_s), kinds)
 
 
 def memory_of_profile(profile: LatencyProfile, model: ModelConfig, kv: KVCacheSection) -> KVMemory:
@@ -39,6 +45,7 @@ def memory_of_profile(profile: LatencyProfile, model: ModelConfig, kv: KVCacheSe
         num_host_blocks=_host_blocks(kv, block_bytes * share) if has_link else 0,
         block_bytes=block_bytes,
         link=profile.link,
+        kinds=model.layer_groups.kinds,
     )
 
 

@@ -15,6 +15,7 @@ from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import NewToken, OnJobEnd
 from fastserve_backend.engine.loop_setup import KVMemory, LoopSetup, MakePolicy
 from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import LatencyModel
@@ -65,9 +66,9 @@ def simulate(
     Raises:
         ValueError: a job exceeds ``max_model_len`` or the KV blocks.
     """
-    capacity = min(max_model_len, memory.num_blocks * kv_cache.block_size)
-    if any(job.prompt_tokens + job.output_tokens > capacity for job in trace):
-        raise ValueError(f"a job is longer than {capacity} tokens")
+    longest = min(max_model_len, longest_job(memory, kv_cache, scheduler))
+    if any(job.prompt_tokens + job.output_tokens > longest for job in trace):
+        raise ValueError(f"a job is longer than {longest} tokens")
     clock = VirtualClock()
     executor = SimulatedExecutor(latency, clock, memory.link)
     counters = EngineCounters(LatencyHistograms(scheduler.slo_ms / 1e3))
@@ -104,6 +105,12 @@ def simulate(
         clock.now(),
         tokens.gaps_s,
     )
+
+
+def longest_job(memory: KVMemory, kv_cache: KVCacheSection, scheduler: SchedulerSection) -> int:
+    """Tokens of the longest job that the KV blocks hold."""
+    needs = BlockNeeds(kv_cache.block_size, memory.kinds, scheduler.max_num_batched_tokens)
+    return needs.longest_job(memory.num_blocks)
 
 
 class _TokenTimes:

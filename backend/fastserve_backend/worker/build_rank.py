@@ -64,7 +64,9 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
     layers = layers_of_stages(config, place.num_stages)[place.stage]
     # The rank's cache is that of a model with only its layers and its heads.
     kv_config = replace(
-        config, num_layers=len(layers), num_kv_heads=config.num_kv_heads // place.tensor_size
+        config,
+        kv_layers=config.layer_groups.depth(layers),
+        num_kv_heads=config.num_kv_heads // place.tensor_size,
     )
     limits = StepLimits(setup.max_num_seqs, setup.max_num_batched_tokens, config.max_model_len)
     if device.type == "cpu":
@@ -87,6 +89,7 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
         setup.device_memory_utilization,
         num_local_ranks,
         bytes_of_steps,
+        setup.max_num_batched_tokens,
     )
     try:
         runner = ModelRunner(model, config, kv, device, limits, place, tensor)

@@ -69,7 +69,7 @@ class DecodeGraphs:
         self._replays.clear()
 
     def _capture(self, size: int) -> Callable[[], Tensor]:
-        tensors = self._inputs.bring_padded(StepLayout.empty(), size)
+        tensors = self._inputs.bring_padded(StepLayout.empty(self._inputs.num_groups), size)
         received = None if self._received is None else self._received[:size]
 
         def forward() -> Tensor:

@@ -42,10 +42,14 @@ class HostStore(ABC):
 
     @abstractmethod
     def copy_out(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        num_last_tokens: int,
+        num_last: int = 1,
     ) -> None:
-        """Copy blocks from the device. The last block has ``num_last_tokens`` tokens; the others
-        are full."""
+        """Copy blocks from the device. Each of the last ``num_last`` blocks has
+        ``num_last_tokens`` tokens; the others are full."""
 
     @abstractmethod
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
@@ -64,7 +68,11 @@ class PlainStore(HostStore):
         self._on_cpu = (self._kv.numpy(), self._blocks.numpy()) if kv.device.type == "cpu" else None
 
     def copy_out(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        num_last_tokens: int,
+        num_last: int = 1,
     ) -> None:
         for device, host in neighbour_runs(device_blocks, host_blocks):
             if self._on_cpu is not None:
@@ -93,15 +101,16 @@ class Int8Store(HostStore):
         self._codes, self._parameters = _int8_parts(self._blocks, kv)
 
     def copy_out(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        num_last_tokens: int,
+        num_last: int = 1,
     ) -> None:
-        block_size = self._kv.shape[4]
-        for first in range(0, len(device_blocks), _QUANTIZED_AT_ONCE):
-            part = slice(first, first + _QUANTIZED_AT_ONCE)
-            has_last = part.stop >= len(device_blocks)
-            codes, parameters = quantize(
-                self._kv[list(device_blocks[part])], num_last_tokens if has_last else block_size
-            )
+        for part, num_tokens in self._quantized_parts(
+            len(device_blocks), _QUANTIZED_AT_ONCE, num_last_tokens, num_last
+        ):
+            codes, parameters = quantize(self._kv[list(device_blocks[part])], num_tokens)
             for index, host in enumerate(host_blocks[part]):
                 self._codes[host].copy_(codes[index])
                 self._parameters[host].copy_(parameters[index])
@@ -110,6 +119,20 @@ class Int8Store(HostStore):
         for device, host in zip(device_blocks, host_blocks, strict=True):
             codes, parameters = self._codes[host, None], self._parameters[host, None]
             self._kv[device] = dequantize(codes, parameters, self._kv.dtype)[0]
+
+    def _quantized_parts(
+        self, count: int, at_once: int, num_last_tokens: int, num_last: int
+    ) -> Iterator[tuple[slice, int]]:
+        """Slices of ``count`` blocks, ``at_once`` at most, and the tokens in each slice's last
+        block; arguments as of `copy_out`. The slice's other blocks are full."""
+        block_size = self._kv.shape[4]
+        if num_last_tokens == block_size:
+            num_last = 1
+        num_together = count - num_last + 1  # all but the first of the last blocks are full
+        for part in _parts(num_together, at_once):
+            yield part, num_last_tokens if part.stop == num_together else block_size
+        for index in range(num_together, count):
+            yield slice(index, index + 1), num_last_tokens
 
 
 class StagedInt8Store(Int8Store):
@@ -133,16 +156,21 @@ class StagedInt8Store(Int8Store):
         self._uploads = [Uploads(kv.device) for _ in range(2)]
 
     def copy_out(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        num_last_tokens: int,
+        num_last: int = 1,
     ) -> None:
         staging = self._staging[0]
         block_ids = self._bring(0, device_blocks)
-        for part in self._parts(len(device_blocks)):
-            is_last = part.stop == len(device_blocks)
+        for part, num_tokens in self._quantized_parts(
+            len(device_blocks), self._at_once, num_last_tokens, num_last
+        ):
             self._kernels.quantize_blocks(
                 self._kv,
                 block_ids[part],
-                num_last_tokens if is_last else self._kv.shape[4],
+                num_tokens,
                 out=_int8_parts(staging[: part.stop - part.start], self._kv),
             )
             for staged, host in neighbour_runs(range(part.stop - part.start), host_blocks[part]):
@@ -151,7 +179,7 @@ class StagedInt8Store(Int8Store):
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         staging = self._staging[1]
         block_ids = self._bring(1, device_blocks)
-        for part in self._parts(len(device_blocks)):
+        for part in _parts(len(device_blocks), self._at_once):
             for staged, host in neighbour_runs(range(part.stop - part.start), host_blocks[part]):
                 staging[staged].copy_(self._blocks[host], non_blocking=True)
             codes, parameters = _int8_parts(staging[: part.stop - part.start], self._kv)
@@ -163,10 +191,11 @@ class StagedInt8Store(Int8Store):
         self._uploads[direction] = Uploads(self._kv.device)
         return self._uploads[direction].bring(np.asarray(blocks, dtype=np.int32))
 
-    def _parts(self, count: int) -> Iterator[slice]:
-        """Slices of ``count`` blocks that the staging buffer can hold."""
-        for start in range(0, count, self._at_once):
-            yield slice(start, min(start + self._at_once, count))
+
+def _parts(count: int, at_once: int) -> Iterator[slice]:
+    """Slices of ``count`` blocks, ``at_once`` at most."""
+    for start in range(0, count, at_once):
+        yield slice(start, min(start + at_once, count))
 
 
 def _parameter_bytes(kv: Tensor) -> int:

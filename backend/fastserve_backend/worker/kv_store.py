@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.worker.host_limits import host_memory
 
@@ -31,16 +32,20 @@ def allocate_kv(
     device_memory_utilization: float,
     num_local_ranks: int = 1,
     step_bytes: int = 0,
+    step_tokens: int = 1,
 ) -> Tensor:
     """The cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised. An
     INT8 cache is as `fastserve_kernels.int8_cache` describes.
 
-    One block of all layers is contiguous, so that one copy moves it. Call this after the weights
-    are loaded: the automatic size is what they left. On a CPU the ranks of a host share its memory.
+    A block has all layers of a group and is contiguous, so that one copy moves it. Call this after
+    the weights are loaded: the automatic size is what they left. On a CPU the ranks of a host share
+    its memory.
 
     Args:
+        config: the rank's part of the model.
         num_blocks: None: as many as fit.
         step_bytes: what steps take on a GPU beside the cache (`step_memory.step_bytes`).
+        step_tokens: most tokens of a step.
 
     Raises:
         ConfigError: the memory does not hold ``num_blocks``, or not one job of ``max_model_len``.
@@ -50,7 +55,9 @@ def allocate_kv(
     available = max(0, memory - step_bytes)
     if num_blocks is None:
         num_blocks = available // bytes_per_block
-        needed = -(-config.max_model_len // block_size)
+        needed = BlockNeeds(block_size, config.layer_groups.kinds, step_tokens).most(
+            config.max_model_len
+        )
         if num_blocks < needed:
             raise ConfigError(
                 f"kv_cache: {available / 2**30:.2f} GiB are left for KV{_beside(step_bytes)}, but "
@@ -58,7 +65,7 @@ def allocate_kv(
                 f"{needed * bytes_per_block / 2**30:.2f} GiB; lower model.max_model_len or "
                 f"{_WAYS_TO_MORE[device.type]}"
             )
-    heads = num_blocks, config.num_layers, 2, config.num_kv_heads
+    heads = num_blocks, config.kv_depth, 2, config.num_kv_heads
     if config.kv_dtype == "int8":
         shape, dtype = (*heads, block_size, config.head_dim + SCALE_BYTES), torch.int8
     else:

@@ -72,11 +72,12 @@ class ModelRunner:
         self._last_tokens = LastTokens(tensor)
         # The first broadcast opens connections and takes memory: do it before serving.
         tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device))
-        self._inputs: StepInputs = CPUInputs(kv.shape[4])
+        kinds = config.layer_groups.kinds
+        self._inputs: StepInputs = CPUInputs(kv.shape[4], kinds)
         self._graphs: DecodeGraphs | None = None
         if ops.uses_triton(device):
             heads = config.num_heads // place.tensor_size
-            inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits)
+            inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits, kinds)
             self._inputs = inputs
             self._graphs = DecodeGraphs(
                 self._forward,

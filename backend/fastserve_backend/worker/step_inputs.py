@@ -6,6 +6,7 @@ device as `StepTensors`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.models.attention import AttentionBatch, CPUBatch, WorkListBatch
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.worker.staging import Places, Staging
@@ -45,13 +47,15 @@ class StepLimits:
 class StepLayout:
     """The arrays of a step of S jobs and T tokens, job after job. Jobs that decode come first.
 
-    token_ids, positions, slots: int64 [T].
+    token_ids, positions: int64 [T].
         A negative token id stands for a token that the step before chose: it is that token's index
         from the end.
-        A slot is where a token's key and value go: block · block size + offset, -1 for padding.
+    slots: int64 [G, T], for each group of layers where a token's key and value go: block · block
+        size + offset, -1 for padding.
     query_lens, context_lens: int32 [S], a job's tokens in this step, and in the cache after it.
-    block_tables: int32 [N], the blocks of all jobs.
-    table_starts: int32 [S], where each job's blocks begin in block_tables.
+    block_tables: int32 [N], the blocks of all groups and jobs.
+    table_starts: int32 [G, S], where each job's blocks begin in block_tables. If a table begins
+        with a later block than block 0: where it would begin with that, perhaps below 0.
     sampled: int64 [R], the last row of each job that gets a token.
     """
 
@@ -66,22 +70,27 @@ class StepLayout:
     num_decodes: int
 
     @classmethod
-    def of(cls, step: Step, block_size: int, num_previous: int = 0) -> StepLayout:
+    def of(
+        cls,
+        step: Step,
+        block_size: int,
+        num_previous: int = 0,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
+    ) -> StepLayout:
         """
         Args:
             num_previous: how many tokens the step before chose.
+            kinds: of the model's layers.
 
         Raises:
             IndexError: the step takes a token that the step before did not choose.
         """
         query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
         starts = np.frombuffer(step.starts, dtype=np.int32)
-        counts = np.frombuffer(step.block_counts, dtype=np.int32)
-        block_tables = np.frombuffer(step.block_ids, dtype=np.int32)
-        table_starts = np.cumsum(counts, dtype=np.int32) - counts
+        block_tables, table_starts = _tables(step, kinds)
         ends = np.cumsum(query_lens)
         positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - query_lens), query_lens)
-        entries = np.repeat(table_starts, query_lens) + positions // block_size
+        entries = np.repeat(table_starts, query_lens, axis=1) + positions // block_size
         blocks = block_tables[entries].astype(np.int64)
         return cls(
             token_ids=_token_ids(step, num_previous),
@@ -96,10 +105,11 @@ class StepLayout:
         )
 
     @classmethod
-    def empty(cls) -> StepLayout:
+    def empty(cls, num_groups: int) -> StepLayout:
         """A step without jobs."""
         by_token, by_job = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
-        return cls(by_token, by_token, by_token, by_job, by_job, by_job, by_job, by_token, 0)
+        slots, starts = np.zeros((num_groups, 0), np.int64), np.zeros((num_groups, 0), np.int32)
+        return cls(by_token, by_token, slots, by_job, by_job, by_job, starts, by_token, 0)
 
     @property
     def num_jobs(self) -> int:
@@ -151,9 +161,30 @@ def _token_ids(step: Step, num_previous: int) -> Array:
     return token_ids
 
 
+def _tables(step: Step, kinds: Sequence[LayerKind]) -> tuple[Array, Array]:
+    """`StepLayout.block_tables` and `StepLayout.table_starts`."""
+    counts = np.frombuffer(step.block_counts, dtype=np.int32)
+    block_ids = np.frombuffer(step.block_ids, dtype=np.int32)
+    if not step.first_blocks:
+        return block_ids, (np.cumsum(counts, dtype=np.int32) - counts)[np.newaxis]
+    counts = counts.reshape(len(kinds), -1)
+    firsts = np.frombuffer(step.first_blocks, dtype=np.int32).reshape(counts.shape)
+    tables, starts, begin = [], [], 0
+    for kind, counts_of_kind, first_blocks in zip(kinds, counts, firsts, strict=True):
+        # A table has the blocks of all groups side by side: divide them into a table for each.
+        lengths = counts_of_kind // kind.num_groups
+        length = int(lengths.sum())
+        end = begin + length * kind.num_groups
+        tables.append(block_ids[begin:end].reshape(length, kind.num_groups).T.ravel())
+        of_first_group = begin + np.cumsum(lengths, dtype=np.int32) - lengths - first_blocks
+        starts += [of_first_group + group * length for group in range(kind.num_groups)]
+        begin = end
+    return np.concatenate(tables), np.stack(starts)
+
+
 def _padded(array: Array, size: int, value: int) -> Array:
-    padded = np.full(size, value, dtype=array.dtype)
-    padded[: len(array)] = array
+    padded = np.full((*array.shape[:-1], size), value, dtype=array.dtype)
+    padded[..., : array.shape[-1]] = array
     return padded
 
 
@@ -195,21 +226,28 @@ class StepInputs(Protocol):
 class CPUInputs:
     """Inputs of a CPU, which reads the host's arrays where they are."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, kinds: Sequence[LayerKind] = ONE_GROUP) -> None:
         self._block_size = block_size
+        self._kinds = kinds
 
     def prepare(self, step: Step, num_previous: int) -> StepTensors:
-        layout = StepLayout.of(step, self._block_size, num_previous)
+        layout = StepLayout.of(step, self._block_size, num_previous, self._kinds)
         n = layout.num_decodes
-        batch = CPUBatch(
-            num_decodes=n,
-            slots=torch.from_numpy(layout.slots),
-            # A copy, because torch warns about read-only arrays.
-            block_tables=torch.from_numpy(layout.block_tables.copy()),
-            table_starts=torch.from_numpy(layout.table_starts),
-            context_lens=torch.from_numpy(layout.context_lens),
-            query_starts=torch.from_numpy(layout.query_starts[n:] - n),
-        )
+        # A copy, because torch warns about read-only arrays.
+        block_tables = torch.from_numpy(layout.block_tables.copy())
+        context_lens = torch.from_numpy(layout.context_lens)
+        query_starts = torch.from_numpy(layout.query_starts[n:] - n)
+        groups = [
+            CPUBatch(
+                num_decodes=n,
+                slots=torch.from_numpy(slots),
+                block_tables=block_tables,
+                table_starts=torch.from_numpy(table_starts),
+                context_lens=context_lens,
+                query_starts=query_starts,
+            )
+            for slots, table_starts in zip(layout.slots, layout.table_starts, strict=True)
+        ]
         return StepTensors(
             num_jobs=layout.num_jobs,
             num_decodes=n,
@@ -219,7 +257,7 @@ class CPUInputs:
             token_ids=torch.from_numpy(layout.token_ids),
             positions=torch.from_numpy(layout.positions),
             sampled=torch.from_numpy(layout.sampled),
-            batch=batch,
+            batch=AttentionBatch(groups),
         )
 
 
@@ -241,10 +279,17 @@ class WorkListInputs:
     Args:
         kv: the rank's cache.
         heads: the rank's query heads, of ``head_dim`` elements of ``dtype`` each.
+        kinds: of the model's layers.
     """
 
     def __init__(
-        self, kv: Tensor, heads: int, head_dim: int, dtype: torch.dtype, limits: StepLimits
+        self,
+        kv: Tensor,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        limits: StepLimits,
+        kinds: Sequence[LayerKind] = ONE_GROUP,
     ) -> None:
         # These modules need Triton, which only a GPU needs.
         from fastserve_kernels.gpu.paged_decode import decode_scratch
@@ -253,21 +298,25 @@ class WorkListInputs:
         self.padded_sizes = batch_sizes(limits.max_jobs)
         num_blocks, block_size = len(kv), kv.shape[4]
         self._block_size = block_size
-        # Each block belongs to one job, so the jobs' tables are no longer than the cache. But the
-        # largest step is tried on a cache of one block.
+        self._kinds = kinds
+        self._kind_of_group = [
+            index for index, kind in enumerate(kinds) for _ in range(kind.num_groups)
+        ]
+        self.num_groups = len(self._kind_of_group)
+        # Each block belongs to one job and group, so the jobs' tables are no longer than the cache.
+        # But the largest step is tried on a cache of one block.
         most_blocks = max(num_blocks, limits.max_blocks(block_size))
         self._most_tables = np.zeros(most_blocks, dtype=np.int32)
-        # Two bounds on decode work: every job is of the greatest length, or the jobs fill the
-        # cache and each begins one more split.
-        self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
+        self._splits_a_job = [_most_splits(limits.max_model_len, kind.window) for kind in kinds]
         self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
         self._tile = query_tile(head_dim, dtype, kv.device)
-        self._scratch = decode_scratch(self._capacity(limits.max_jobs), heads, head_dim, kv.device)
+        capacity = max(self._capacities(limits.max_jobs))
+        self._scratch = decode_scratch(capacity, heads, head_dim, kv.device)
         self._staging = Staging(self._most_bytes(limits), kv.device)
         self._padded_places: dict[int, Places] = {}  # by the padded number of jobs
 
     def prepare(self, step: Step, num_previous: int) -> StepTensors:
-        layout = StepLayout.of(step, self._block_size, num_previous)
+        layout = StepLayout.of(step, self._block_size, num_previous, self._kinds)
         if not layout.only_decodes:
             return self.bring(layout)
         most = self.padded_sizes[-1]
@@ -279,13 +328,16 @@ class WorkListInputs:
     def bring(self, layout: StepLayout) -> StepTensors:
         """The tensors of any step, without padding."""
         n = layout.num_decodes
-        capacity = int(work_lists.num_splits(layout.context_lens[:n]).sum())
-        decode_work = work_lists.decode_work(layout.context_lens[:n], capacity)
-        prefill_work = work_lists.prefill_work(
-            layout.query_lens[n:], self._tile, layout.context_lens[n:]
-        )
+        decode_works, prefill_works = [], []
+        for kind in self._kinds:
+            contexts, window = layout.context_lens, kind.window
+            capacity = int(work_lists.num_splits(contexts[:n], window).sum())
+            decode_works.append(work_lists.decode_work(contexts[:n], capacity, window))
+            prefill_works.append(
+                work_lists.prefill_work(layout.query_lens[n:], self._tile, contexts[n:], window)
+            )
         arrays = _arrays(
-            layout, decode_work, prefill_work, layout.query_starts[n:] - n, layout.sampled
+            layout, decode_works, prefill_works, layout.query_starts[n:] - n, layout.sampled
         )
         return self._tensors(layout, n, arrays, self._staging.places(arrays))
 
@@ -295,8 +347,12 @@ class WorkListInputs:
         Shapes and addresses are the same for equal ``num_jobs``.
         """
         padded = layout.padded(num_jobs)
-        decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
-        arrays = _arrays(padded, decode_work, _NO_TILES, _NO_STARTS, _NO_SAMPLED)
+        decode_works = [
+            work_lists.decode_work(padded.context_lens, capacity, kind.window)
+            for kind, capacity in zip(self._kinds, self._capacities(num_jobs), strict=True)
+        ]
+        no_tiles = [_NO_TILES] * len(self._kinds)
+        arrays = _arrays(padded, decode_works, no_tiles, _NO_STARTS, _NO_SAMPLED)
         if num_jobs not in self._padded_places:
             places = self._staging.places([*arrays[:-1], self._most_tables])
             self._padded_places[num_jobs] = places
@@ -313,18 +369,22 @@ class WorkListInputs:
         is_padded: bool = False,
     ) -> StepTensors:
         token_ids, positions, sampled, *of_batch = self._staging.bring(arrays, places)
-        slots, starts, context_lens, decode_work, prefill_work, query_starts, tables = of_batch
-        batch = WorkListBatch(
-            num_decodes=num_decodes,
-            slots=slots,
-            block_tables=tables,
-            table_starts=starts,
-            context_lens=context_lens,
-            decode_work=decode_work,
-            prefill_work=prefill_work,
-            query_starts=query_starts,
-            decode_scratch=self._scratch,
-        )
+        slots, starts, context_lens, query_starts, *of_kinds, tables = of_batch
+        decode_works, prefill_works = of_kinds[: len(self._kinds)], of_kinds[len(self._kinds) :]
+        groups = [
+            WorkListBatch(
+                num_decodes=num_decodes,
+                slots=slots[group],
+                block_tables=tables,
+                table_starts=starts[group],
+                context_lens=context_lens,
+                decode_work=decode_works[kind],
+                prefill_work=prefill_works[kind],
+                query_starts=query_starts,
+                decode_scratch=self._scratch,
+            )
+            for group, kind in enumerate(self._kind_of_group)
+        ]
         return StepTensors(
             num_jobs=layout.num_jobs,
             num_decodes=layout.num_decodes,
@@ -334,24 +394,49 @@ class WorkListInputs:
             token_ids=token_ids,
             positions=positions,
             sampled=sampled,
-            batch=batch,
+            batch=AttentionBatch(groups),
         )
 
-    def _capacity(self, num_jobs: int) -> int:
-        """The most items of decode work for ``num_jobs`` jobs."""
-        return min(num_jobs * self._splits_a_job, num_jobs + self._splits_in_cache)
+    def _capacities(self, num_jobs: int) -> list[int]:
+        """For each kind of layers the most items of decode work for ``num_jobs`` jobs."""
+        capacities = []
+        for kind, splits_a_job in zip(self._kinds, self._splits_a_job, strict=True):
+            most = num_jobs * splits_a_job
+            if kind.window is None:  # the jobs fill the cache, and each begins one more split
+                most = min(most, num_jobs + self._splits_in_cache)
+            capacities.append(most)
+        return capacities
 
     def _most_bytes(self, limits: StepLimits) -> int:
         jobs, tokens = limits.max_jobs, limits.max_tokens
-        decode_work = work_lists.decode_work(np.zeros(jobs), self._capacity(jobs))
+        no_jobs = np.zeros(jobs)
+        decode_works = [work_lists.decode_work(no_jobs, most) for most in self._capacities(jobs)]
         tiles = np.zeros((jobs + tokens // self._tile, 2), dtype=np.int32)
-        by_token = [np.zeros(tokens, dtype=np.int64)] * 3
-        by_job = [np.zeros(jobs, dtype=np.int64)] * 3 + [np.zeros(jobs + 1, dtype=np.int32)]
-        return Staging.size_of([*by_token, *by_job, decode_work, tiles, self._most_tables])
+        prefill_works = [tiles] * len(self._kinds)
+        groups = self.num_groups
+        by_token = [np.zeros(tokens, dtype=np.int64)] * 2
+        by_token.append(np.zeros((groups, tokens), dtype=np.int64))
+        by_job = [np.zeros(jobs, dtype=np.int64)] * 2 + [np.zeros(jobs + 1, dtype=np.int32)]
+        by_job.append(np.zeros((groups, jobs), dtype=np.int64))
+        return Staging.size_of(
+            [*by_token, *by_job, *decode_works, *prefill_works, self._most_tables]
+        )
+
+
+def _most_splits(max_model_len: int, window: int | None) -> int:
+    """The most items of decode work that one job makes."""
+    most = int(work_lists.num_splits(max_model_len))
+    if window is None:
+        return most
+    return min(most, 1 + int(work_lists.num_splits(window)))
 
 
 def _arrays(
-    layout: StepLayout, decode_work: Array, prefill_work: Array, query_starts: Array, sampled: Array
+    layout: StepLayout,
+    decode_works: Sequence[Array],
+    prefill_works: Sequence[Array],
+    query_starts: Array,
+    sampled: Array,
 ) -> list[Array]:
     """In the order that `Staging` needs: block tables last, because their length varies."""
     return [
@@ -361,8 +446,8 @@ def _arrays(
         layout.slots,
         layout.table_starts,
         layout.context_lens,
-        decode_work,
-        prefill_work,
         query_starts,
+        *decode_works,
+        *prefill_works,
         layout.block_tables,
     ]

@@ -70,9 +70,10 @@ def run_largest_step(
 ) -> None:
     """Run prompts of the most tokens that a step may have. Then sample for the most jobs, each by
     top-p, under a mask and with log-probabilities."""
-    layout = _largest_layout(limits, kv.shape[4])
+    kinds = config.layer_groups.kinds
     heads, dtype = config.num_heads // place.tensor_size, torch_dtype(config)
-    inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits)
+    inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits, kinds)
+    layout = _largest_layout(limits, kv.shape[4], inputs.num_groups)
     tensors = inputs.bring(layout)
     shape = (layout.num_tokens, config.hidden_size)
     received = None
@@ -87,7 +88,7 @@ def run_largest_step(
         )
 
 
-def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
+def _largest_layout(limits: StepLimits, block_size: int, num_groups: int) -> StepLayout:
     longest = min(limits.max_model_len, limits.max_tokens)
     lengths = [longest] * min(limits.max_jobs, limits.max_tokens // longest)
     rest = limits.max_tokens - sum(lengths)
@@ -98,12 +99,12 @@ def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
     return StepLayout(
         token_ids=np.zeros(num_tokens, dtype=np.int64),
         positions=np.concatenate([np.arange(length) for length in lengths]),
-        slots=np.full(num_tokens, -1, dtype=np.int64),
+        slots=np.full((num_groups, num_tokens), -1, dtype=np.int64),
         query_lens=query_lens,
         context_lens=query_lens,
-        # The only block, repeated for all jobs.
+        # The only block, repeated for all jobs and groups.
         block_tables=np.zeros(limits.max_blocks(block_size), dtype=np.int32),
-        table_starts=np.zeros(len(lengths), dtype=np.int32),
+        table_starts=np.zeros((num_groups, len(lengths)), dtype=np.int32),
         sampled=np.zeros(limits.max_jobs, dtype=np.int64),
         num_decodes=0,
     )

@@ -87,7 +87,7 @@ def copy_blocks(store: HostStore, copy: CopyBlocks) -> None:
     _check_exist("device", device_blocks, store.num_device_blocks)
     _check_exist("host", host_blocks, len(store))
     if copy.is_out:
-        store.copy_out(device_blocks, host_blocks, copy.num_last_tokens)
+        store.copy_out(device_blocks, host_blocks, copy.num_last_tokens, copy.num_last)
     else:
         store.copy_in(device_blocks, host_blocks)
 

@@ -46,7 +46,7 @@ def paged_decode(
     jobs = zip(table_starts.tolist(), context_lens.tolist(), strict=True)
     for row, (table_start, context) in enumerate(jobs):
         one = slice(row, row + 1)
-        table = block_tables[table_start:]
+        table = block_tables, table_start
         _attend(query[one], kv, layer, table, context, rule, out[one])
 
 
@@ -59,7 +59,7 @@ def paged_prefill(
     jobs = zip(spans, table_starts.tolist(), context_lens.tolist(), strict=True)
     for (start, end), table_start, context in jobs:
         rows = slice(start, end)
-        table = block_tables[table_start:]
+        table = block_tables, table_start
         _attend(query[rows], kv, layer, table, context, rule, out[rows])
 
 
@@ -143,16 +143,16 @@ def argmax_rows(logits: Tensor) -> Tensor:
 
 
 def _attend(
-    query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, rule: AttentionRule,
-    out: Tensor,
+    query: Tensor, kv: Tensor, layer: int, table: tuple[Tensor, int], context: int,
+    rule: AttentionRule, out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of the last n rows of a job's context: query [n, heads, key_dim] to out [n, heads,
     value_dim].
 
     An empty context gives zeros.
 
-    table: int32, block ids from the job's first on. Those before the first row's window are not
-        used.
+    table: int32, block ids, and where the job's first would be, perhaps below 0. Those before the
+        first row's window are not used.
     """
     if context == 0:
         out.zero_()
@@ -161,7 +161,9 @@ def _attend(
     count = len(query)
     first_block = rule.first_visible(context - count) // block_size
     first = first_block * block_size
-    tokens = kv[table[first_block : -(-context // block_size)].long(), layer]
+    block_ids, start = table
+    used = slice(start + first_block, start - (-context // block_size))
+    tokens = kv[block_ids[used].long(), layer]
     if is_int8(kv):
         tokens = dequantize_tokens(*codes_and_scales(tokens), query.dtype)
     # [2, kv_heads, context - first, width]

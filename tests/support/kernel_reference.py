@@ -158,6 +158,18 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     return (up + 1) * gate / (1 + (-alpha * gate).exp())
 
 
+def sort_choices(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, starts and places of `ops.sort_choices`, int32."""
+    choices = list(enumerate(experts.flatten().tolist()))
+    here = range(first, first + count)
+    order = [i for one in here for i, expert in choices if expert == one]
+    starts = [sum(expert in here[:group] for _, expert in choices) for group in range(count + 1)]
+    order += [i for i, expert in choices if expert not in here]
+    places = torch.tensor(order, dtype=torch.int64).argsort().view(experts.shape)
+    tokens = [i // experts.shape[1] for i in order]
+    return *(torch.tensor(one, dtype=torch.int32) for one in (tokens, starts)), places.int()
+
+
 def grouped_linear(
     x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, rows: Tensor | None
 ) -> Tensor:

@@ -8,7 +8,8 @@ batch, on chunks, or on swapping.
 The cache is one contiguous int8 tensor
 ``[num_blocks, layers, 2, kv_heads, block_size, head_dim + SCALE_BYTES]``. The bytes of one head in
 one block are first codes ``[block_size, head_dim]``, then scales, float32 ``[block_size]``. So a
-block is contiguous, and is copied and swapped like that of any other cache.
+block is contiguous, and is copied and swapped like that of any other cache. Where keys and values
+have different sizes, head_dim is the larger one.
 """
 
 from __future__ import annotations

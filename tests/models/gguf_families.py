@@ -15,7 +15,6 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from fastserve_backend.checkpoints.architectures import ARCHITECTURES
 from gguf import GGMLQuantizationType
 from gguf_files import F32, VOCAB_SIZE, Arrays, Fields, permute, tokenizer_fields, write_gguf
 from paged_executor import POSITIONS
@@ -424,6 +423,3 @@ VARIANTS: dict[str, Variant] = {
         split=_split_gpt_oss,
     ),
 }
-
-SERVED = tuple(name for name, variant in VARIANTS.items() if variant.model_type in ARCHITECTURES)
-"""The variants that the server has a model for."""

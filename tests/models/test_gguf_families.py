@@ -10,7 +10,7 @@ import torch
 from fastserve_backend.models.gguf_conversion import convert
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
-from gguf_families import SERVED, VARIANTS, Variant
+from gguf_families import VARIANTS, Variant
 from gguf_files import Arrays, Fields, assert_equal, tensors_of
 from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -27,7 +27,7 @@ _OTHER_FIELDS = {
 }
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=VARIANTS)
 def converted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Path]:
@@ -83,7 +83,7 @@ def test_logits_are_the_models(converted: tuple[PreTrainedModel, Path]) -> None:
     check(model, executor)
 
 
-@pytest.mark.parametrize("name", [name for name in ("gpt_oss", "qwen3moe") if name in SERVED])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3moe"])
 @pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0])
 def test_quantised_experts(tmp_path: Path, name: str, kind: Kind) -> None:
     """The weights are exactly the file's values, rounded once."""

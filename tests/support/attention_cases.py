@@ -94,9 +94,8 @@ DECODE: list[tuple[list[int], Shape]] = [
     ([31, 95], Shape(2, 1, 128, block_size=32)),
     ([66, 12, 300], Shape(2, 1, 256)),
     ([280], Shape(24, 1, 64)),
-    ([9, 270], Shape(14, 2, 64)),
-    ([40, 259], Shape(16, 1, 160)),
-    ([21], Shape(5, 5, 192)),
+    ([9, 70], Shape(14, 2, 64)),
+    ([21], Shape(16, 1, 160)),
 ]
 """Tokens of each row's context (0: padding)."""
 
@@ -117,40 +116,39 @@ PREFILL: list[tuple[list[tuple[int, int]], Shape]] = [
     ([(66, 100), (100, 101), (2, 300)], Shape(2, 1, 256)),
     ([(65, 65)], Shape(2, 2, 8, block_size=8)),
     ([(19, 50)], Shape(2, 2, 16, block_size=4)),
-    ([(30, 90)], Shape(7, 1, 112)),
-    ([(17, 40)], Shape(2, 1, 192)),
+    ([(17, 40)], Shape(3, 1, 112)),
 ]
 """Rows of each job, and the tokens of its context including them."""
 
 DECODE_VARIANTS: list[tuple[list[int], Shape, Variant]] = [
-    ([1, 5, 16, 40, 300, 0], Shape(4, 2, 64), Variant(window=5)),
-    ([16, 17, 300, 513], Shape(2, 2, 128), Variant(window=16)),
-    ([1, 290, 600, 777, 0, 1025], Shape(14, 2, 64), Variant(window=300, has_sinks=True)),
-    ([20, 300], Shape(3, 3, 80), Variant(window=4096, soft_cap=5.0)),
+    ([1, 5, 16, 40, 300, 0], Shape(2, 1, 64), Variant(window=5)),
+    ([16, 17, 300, 513], Shape(1, 1, 128), Variant(window=16)),
+    ([1, 290, 777, 0, 1025], Shape(7, 1, 64), Variant(window=300, has_sinks=True)),
+    ([20, 300], Shape(1, 1, 80), Variant(window=4096, soft_cap=5.0)),
     ([33, 270], Shape(8, 1, 256), Variant(soft_cap=1.5)),
-    ([300, 0, 17], Shape(3, 3, 64), Variant(has_sinks=True)),
-    ([600, 64, 70, 71], Shape(6, 2, 96, block_size=32), ALL_AT_ONCE),
+    ([300, 0, 17], Shape(2, 2, 64), Variant(has_sinks=True)),
+    ([600, 64, 70, 71], Shape(3, 1, 96, block_size=32), ALL_AT_ONCE),
     ([513, 40], Shape(2, 2, 64, block_size=8), ALL_AT_ONCE),
-    ([257, 40], Shape(4, 2, 192, other_value_dim=128), PLAIN),
+    ([257, 40], Shape(2, 1, 192, other_value_dim=128), PLAIN),
     ([300, 9], Shape(2, 2, 64, other_value_dim=80), ALL_AT_ONCE),
 ]
 PREFILL_VARIANTS: list[tuple[list[tuple[int, int]], Shape, Variant]] = [
-    ([(1, 1), (15, 40), (60, 130)], Shape(4, 2, 64), Variant(window=5)),
-    ([(70, 150), (17, 17)], Shape(2, 1, 128), Variant(window=16)),
-    ([(130, 300), (3, 700), (1, 600)], Shape(7, 1, 64), Variant(window=300, has_sinks=True)),
-    ([(20, 50), (70, 70)], Shape(3, 3, 80), Variant(window=4096, soft_cap=5.0)),
+    ([(1, 1), (70, 100)], Shape(2, 1, 64), Variant(window=5)),
+    ([(20, 50), (17, 17)], Shape(2, 1, 128), Variant(window=16)),
+    ([(20, 330), (2, 700)], Shape(3, 1, 64), Variant(window=300, has_sinks=True)),
+    ([(20, 50)], Shape(1, 1, 80), Variant(window=4096, soft_cap=5.0)),
     ([(5, 70)], Shape(4, 1, 256), Variant(soft_cap=1.5)),
-    ([(19, 300), (2, 2)], Shape(3, 3, 64), Variant(has_sinks=True)),
-    ([(140, 400), (9, 75)], Shape(6, 2, 96, block_size=32), ALL_AT_ONCE),
-    ([(40, 300)], Shape(4, 2, 192, other_value_dim=128), PLAIN),
-    ([(20, 333)], Shape(2, 2, 64, block_size=8, other_value_dim=80), ALL_AT_ONCE),
+    ([(19, 70), (2, 2)], Shape(3, 3, 64), Variant(has_sinks=True)),
+    ([(70, 400), (9, 75)], Shape(2, 1, 96, block_size=32), ALL_AT_ONCE),
+    ([(20, 70)], Shape(2, 1, 192, other_value_dim=128), PLAIN),
+    ([(20, 333)], Shape(1, 1, 64, block_size=8, other_value_dim=80), ALL_AT_ONCE),
 ]
 """As `DECODE` and `PREFILL`, for other rules and for values of another size."""
 
 INT8_DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes of queries to a cache in INT8. float32 would take the same path."""
 INT8_DECODE, INT8_PREFILL = DECODE[2::3], PREFILL[2::3]
-INT8_DECODE_VARIANTS, INT8_PREFILL_VARIANTS = DECODE_VARIANTS[-3:], PREFILL_VARIANTS[-3:]
+INT8_DECODE_VARIANTS, INT8_PREFILL_VARIANTS = DECODE_VARIANTS[-2:], PREFILL_VARIANTS[-2:]
 """These need fewer shapes, as only reading a token differs."""
 SHARED_DECODE = [Shape(4, 4, 64), Shape(16, 4, 64)]
 ITEMS_OF_A_PROGRAM = 3

@@ -126,21 +126,24 @@ def sum_choices(dtype: torch.dtype, size: int) -> None:
 
 def decode(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = JOBS,
-    table_entries: int = TABLE_ENTRIES, items: int = ITEMS, int8: bool = False,
+    table_entries: int = TABLE_ENTRIES, items: int = ITEMS, int8: bool = False, window: int = 0,
+    capped: bool = False, sinks: bool = False,
 ) -> None:  # fmt: skip
     n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
         query[:n], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items),
-        AttentionRule(head_dim**-0.5), _empty(dtype, TOKENS, heads, head_dim)[:n],
+        _rule(heads, head_dim, window, capped, sinks),
+        _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
     )  # fmt: skip
 
 
 def prefill(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = 0,
-    table_entries: int = TABLE_ENTRIES, int8: bool = False,
+    table_entries: int = TABLE_ENTRIES, int8: bool = False, window: int = 0, capped: bool = False,
+    sinks: bool = False,
 ) -> None:  # fmt: skip
     """Launches prefill for the rows and jobs after the decodes."""
     n = num_decodes
@@ -148,7 +151,7 @@ def prefill(
     paged_prefill.paged_prefill(
         query[n:], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
-        AttentionRule(head_dim**-0.5),
+        _rule(heads, head_dim, window, capped, sinks),
         _empty(dtype, TOKENS, heads, head_dim)[n:],
     )  # fmt: skip
 
@@ -164,6 +167,15 @@ def step(
     """Decodes, followed by prefills in the same tensors."""
     decode(dtype, heads, kv_heads, head_dim, num_decodes, table_entries, items=num_decodes + 1)
     prefill(dtype, heads, kv_heads, head_dim, num_decodes, table_entries)
+
+
+def _rule(heads: int, head_dim: int, window: int, capped: bool, sinks: bool) -> AttentionRule:
+    return AttentionRule(
+        head_dim**-0.5,
+        window or None,
+        50.0 if capped else None,
+        _empty(torch.float32, heads) if sinks else None,
+    )
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:

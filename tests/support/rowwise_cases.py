@@ -17,9 +17,10 @@ from torch import Tensor
 
 LAYER = 1
 
-# Tokens, KV heads, head dimension
+# Tokens, KV heads, dimension of keys, of values
 KV_WRITE = [
-    (1, 12, 64), (17, 5, 80), (5, 40, 128), (3, 1, 256), (40, 3, 96), (90, 3, 80), (0, 2, 64)
+    (1, 12, 64, 64), (17, 5, 80, 80), (5, 40, 128, 128), (3, 1, 256, 256), (40, 3, 96, 96),
+    (90, 3, 80, 80), (0, 2, 64, 64), (5, 3, 192, 128), (17, 2, 64, 80),
 ]  # fmt: skip
 # Tokens, heads, KV heads, head dimension, rotated of it
 ROPE_KV_WRITE = [
@@ -115,16 +116,20 @@ def _cache(tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ten
 
 
 def _kv_write(
-    dtype: torch.dtype, tokens: int, kv_heads: int, head_dim: int, device: torch.device
-) -> Iterator[Comparison]:
-    kv = _cache(tokens, kv_heads, head_dim, dtype)
+    dtype: torch.dtype, tokens: int, kv_heads: int, key_dim: int, value_dim: int,
+    device: torch.device,
+) -> Iterator[Comparison]:  # fmt: skip
+    kv = _cache(tokens, kv_heads, max(key_dim, value_dim), dtype)
     # Views of one fused projection, as the model makes them.
-    fused = torch.randn(tokens, 2 + 2 * kv_heads, head_dim).to(dtype)
-    key, value = fused[:, 2 : 2 + kv_heads], fused[:, 2 + kv_heads :]
+    sizes = [2 * key_dim, kv_heads * key_dim, kv_heads * value_dim]
+    fused = torch.randn(tokens, sum(sizes)).to(dtype)
+    _, *parts = fused.split(sizes, dim=1)
+    key, value = (part.unflatten(1, (kv_heads, -1)) for part in parts)
     slots = _slots(tokens, kv)
     expected = reference.kv_write(kv, LAYER, key, value, slots)
-    fused, written = fused.to(device), kv.to(device)
-    key, value = fused[:, 2 : 2 + kv_heads], fused[:, 2 + kv_heads :]
+    written = kv.to(device)
+    _, *parts = fused.to(device).split(sizes, dim=1)
+    key, value = (part.unflatten(1, (kv_heads, -1)) for part in parts)
     ops.kv_write(written, LAYER, key, value, slots.to(device))
     yield Comparison("cache", written.cpu(), expected)
 
@@ -164,10 +169,12 @@ def _rope_kv_write(
 
 
 def _int8_kv_write(
-    dtype: torch.dtype, tokens: int, kv_heads: int, head_dim: int, device: torch.device
-) -> Iterator[Comparison]:
-    kv = _int8_cache(tokens, kv_heads, head_dim)
-    key, value = torch.randn(2, tokens, kv_heads, head_dim).to(dtype)
+    dtype: torch.dtype, tokens: int, kv_heads: int, key_dim: int, value_dim: int,
+    device: torch.device,
+) -> Iterator[Comparison]:  # fmt: skip
+    kv = _int8_cache(tokens, kv_heads, max(key_dim, value_dim))
+    key = torch.randn(tokens, kv_heads, key_dim).to(dtype)
+    value = torch.randn(tokens, kv_heads, value_dim).to(dtype)
     # A head of zeros, a NaN, and a value whose scale float32 does not hold exactly.
     key[:1, 0] = 0
     value[1:2, 0, 3], value[2:3, 0] = NAN, 1e-44

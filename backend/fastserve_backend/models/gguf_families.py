@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastserve_backend.checkpoints.architectures import ARCHITECTURES
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.models.gguf_file import GGUFFile
 from fastserve_backend.models.gguf_layers import (
@@ -93,21 +92,12 @@ def family_of(file: GGUFFile) -> Family:
     for (architecture, key), other in _BY_FIELD.items():
         if architecture == file.architecture and file.own(key, 0) > 0:
             family = other
-    if family is None or family.model_type not in ARCHITECTURES:
+    if family is None:
         raise ModelError(
             f"its architecture is {file.architecture!r}; GGUF files are supported for "
-            f"{', '.join(known_architectures())}; use the model's Hugging Face checkpoint"
+            f"{', '.join(sorted(_FAMILIES))}; use the model's Hugging Face checkpoint"
         )
     return family
-
-
-def known_architectures() -> list[str]:
-    """The architectures of GGUF files whose models can be served."""
-    return sorted(
-        architecture
-        for architecture, family in _FAMILIES.items()
-        if family.model_type in ARCHITECTURES
-    )
 
 
 _GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}

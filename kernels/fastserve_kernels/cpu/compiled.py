@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
-from fastserve_kernels.int8_cache import is_int8, token_width
+from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.routes import Routes
 
 _INT = ctypes.c_int64
@@ -100,20 +100,21 @@ class CompiledKernels:
 
     def kv_write(self, kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `ops.kv_write`."""
-        _, layers, _, kv_heads, block_size, _ = kv.shape
-        key_dim, value_dim, width = key.shape[2], value.shape[2], token_width(kv)
+        _, layers, _, kv_heads, block_size, width = kv.shape
+        tokens, _, key_dim = key.shape
+        value_dim = value.size(2)
         key_t, key_h, _ = key.stride()
         value_t, value_h, _ = value.stride()
         if is_int8(kv):
             self._int8_kv_write(
                 _DTYPE_CODES[key.dtype], kv.data_ptr(), key.data_ptr(), value.data_ptr(),
-                slots.data_ptr(), key.shape[0], kv_heads, key_dim, value_dim, width, block_size,
+                slots.data_ptr(), tokens, kv_heads, key_dim, value_dim, width, block_size,
                 layers, layer, key_t, key_h, value_t, value_h,
             )  # fmt: skip
             return
         item = kv.element_size()
         self._kv_write(
-            kv.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), key.shape[0],
+            kv.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), tokens,
             kv_heads, key_dim * item, value_dim * item, width * item, block_size, layers, layer,
             key_t * item, key_h * item, value_t * item, value_h * item,
         )  # fmt: skip
@@ -123,14 +124,15 @@ class CompiledKernels:
         context_lens: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_decode`."""
-        _, layers, _, kv_heads, block_size, _ = kv.shape
-        tokens, heads, head_dim = query.shape
+        _, layers, _, kv_heads, block_size, width = kv.shape
+        tokens, heads, key_dim = query.shape
         stride_t, stride_h, _ = query.stride()
         self._paged_decode(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), _sinks(rule), tokens, heads, kv_heads, head_dim, out.shape[2],
-            token_width(kv), block_size, layers, layer, stride_t, stride_h, out.stride(0),
+            context_lens.data_ptr(), None if rule.sinks is None else rule.sinks.data_ptr(),
+            tokens, heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
+            stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
         )  # fmt: skip
 
@@ -139,14 +141,15 @@ class CompiledKernels:
         context_lens: Tensor, query_starts: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_prefill`."""
-        _, layers, _, kv_heads, block_size, _ = kv.shape
-        _, heads, head_dim = query.shape
+        _, layers, _, kv_heads, block_size, width = kv.shape
+        _, heads, key_dim = query.shape
         stride_t, stride_h, _ = query.stride()
         self._paged_prefill(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), query_starts.data_ptr(), _sinks(rule), len(context_lens),
-            heads, kv_heads, head_dim, out.shape[2], token_width(kv), block_size, layers, layer,
+            context_lens.data_ptr(), query_starts.data_ptr(),
+            None if rule.sinks is None else rule.sinks.data_ptr(), len(context_lens),
+            heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
             stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
         )  # fmt: skip
@@ -333,10 +336,6 @@ class CompiledKernels:
             out_features, x.stride(0),
         )  # fmt: skip
         return y
-
-
-def _sinks(rule: AttentionRule) -> int | None:
-    return None if rule.sinks is None else rule.sinks.data_ptr()
 
 
 def _gate_mul(function: Any, x: Tensor, *more: float) -> Tensor:

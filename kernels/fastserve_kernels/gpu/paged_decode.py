@@ -144,9 +144,9 @@ def _attend_splits(
         end = tl.minimum(context, start + SPLIT)
         is_only_split = context <= SPLIT
         if window is not None:
-            first = first_visible(context, window)
-            start = tl.maximum(start, first)
-            is_only_split = (context - first // SPLIT * SPLIT <= SPLIT) & (start < end)
+            start = tl.maximum(start, context - window)
+            first_split = first_visible(context, window) // SPLIT
+            is_only_split = (context - first_split * SPLIT <= SPLIT) & (start < end)
         side_stride = KV_HEADS * HEAD_SIZE
         keys = kv + layer * layer_stride + kv_head * HEAD_SIZE
         if GROUP == 1:
@@ -316,8 +316,8 @@ def _merge_splits(
             maximum = new_maximum
         highest = tl.max(maximum, axis=0)
         shares = tl.exp2(maximum - highest)
-        total = tl.sum(total * shares, axis=0)
-        merged = tl.sum(result * shares[:, None], axis=0) / tl.where(splits > 0, total, 1.0)
+        total = tl.where(splits > 0, tl.sum(total * shares, axis=0), 1.0)
+        merged = tl.sum(result * shares[:, None], axis=0) / total
         if sinks is not None:
             merged *= share_beside_sinks(highest + tl.log2(total), sinks, head, None)
         offset = row.to(tl.int64) * out_row_stride + head * out_head_stride

@@ -33,6 +33,18 @@ PREFILL = [
     ("bfloat16", 8, 4, 256),
 ]  # fmt: skip
 ARCHITECTURES = (80, 90)
+# Rules and heads of Mistral 7B, gpt-oss and Gemma 2.
+RULES: list[Arguments] = [
+    {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "head_dim": 128, "window": 4096},
+    {
+        "dtype": "bfloat16", "heads": 64, "kv_heads": 8, "head_dim": 64, "window": 128,
+        "sinks": True,
+    },
+    {
+        "dtype": "bfloat16", "heads": 8, "kv_heads": 4, "head_dim": 256, "window": 4096,
+        "capped": True,
+    },
+]  # fmt: skip
 
 
 def launch(
@@ -72,6 +84,12 @@ def compiled() -> dict[str, list[CompiledKernel]]:
         launch(function, architecture, shape, int8)
         for function, shapes in (("decode", DECODE), ("prefill", PREFILL))
         for architecture, shape, int8 in product(ARCHITECTURES, shapes, (False, True))
+    ]
+    launches += [
+        Launch(function, architecture, arguments)
+        for function, architecture, arguments in product(
+            ("decode", "prefill"), ARCHITECTURES, RULES
+        )
     ]
     kernels = compile_launches(launches)
     return {str(one): found for one, found in zip(launches, kernels, strict=True)}
@@ -141,3 +159,26 @@ def test_prefill_of_a_cache_in_int8(
         check_no_spills(kernel, architecture)
     assert resident_programs(kernel, architecture) >= 1, kernel
     assert kernel.count(MATRIX_INSTRUCTION[architecture]) > 0, kernel
+
+
+@pytest.mark.parametrize("arguments", RULES, ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_rules(
+    compiled: dict[str, list[CompiledKernel]], architecture: int, arguments: Arguments
+) -> None:
+    """A rule takes registers, but leaves kernels their place, their early loads and their dot
+    products. A window makes prefill with head dimension 128 on 8.0 spill, a few registers only."""
+    attend, merge = compiled[str(Launch("decode", architecture, arguments))]
+    (prefill,) = compiled[str(Launch("prefill", architecture, arguments))]
+    check_no_spills(attend, architecture)
+    check_no_spills(merge, architecture)
+    if (architecture, arguments["head_dim"]) == (80, 128):
+        assert prefill.stack_bytes <= 32, prefill
+    else:
+        check_no_spills(prefill, architecture)
+    head_dim, group = int(arguments["head_dim"]), arguments["heads"] // arguments["kv_heads"]
+    parameters = launch_parameters.decode(head_dim, 2, group, divmod(architecture, 10), int8=False)
+    resident = resident_programs(attend, architecture)
+    assert resident >= parameters.programs_per_multiprocessor, attend
+    assert attend.copies_ahead >= COPIES_OF_A_TILE, attend
+    assert prefill.count(MATRIX_INSTRUCTION[architecture]) > 0, prefill

@@ -47,6 +47,20 @@ def test_capacity_is_that_of_the_list() -> None:
     assert decode_work([300, 5], capacity=int(num_splits([300, 5]).sum()))[0] == 3
 
 
+def test_decode_work_of_a_window_has_the_splits_that_it_touches() -> None:
+    window = SPLIT_TOKENS + 44
+    contexts = [5, 2 * SPLIT_TOKENS, 0, 3 * SPLIT_TOKENS, 4 * SPLIT_TOKENS + 45]
+    work = decode_work(contexts, capacity=8, window=window)
+    assert num_splits(contexts, window).tolist() == [1, 2, 0, 2, 2]
+    assert work[0] == 7
+    # Split s of a row has the place of this number plus s.
+    assert work[1:6].tolist() == [0, 1, 3, 2, 2]
+    tokens = [(1, 1), (3, 2), (4, 3), (4, 4), (1, 0), (3, 1), (0, 0)]
+    assert [tuple(item) for item in work[6:].reshape(8, 2)[:7].tolist()] == tokens
+    wide = decode_work(contexts, capacity=20, window=10_000)
+    assert wide.tolist() == decode_work(contexts, capacity=20).tolist()
+
+
 def test_prefill_work_covers_each_row_once_longest_first() -> None:
     work = prefill_work([5, 128, 0, 200], tile=64)
     assert work.dtype == np.int32
@@ -57,6 +71,12 @@ def test_prefill_work_covers_each_row_once_longest_first() -> None:
 def test_prefill_work_of_chunks_counts_the_tokens_before_them() -> None:
     work = prefill_work([64, 100], tile=64, context_lens=[1000, 100])
     assert work.tolist() == [[0, 0], [1, 1], [1, 0]]
+
+
+def test_prefill_work_of_a_window_counts_what_its_tiles_see() -> None:
+    # The first job's tile sees 59 tokens, not 1000.
+    work = prefill_work([10, 100], tile=64, context_lens=[1000, 100], window=50)
+    assert work.tolist() == [[1, 1], [1, 0], [0, 0]]
 
 
 def test_prefill_work_of_nothing() -> None:

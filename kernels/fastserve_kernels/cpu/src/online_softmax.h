@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "attention_rule.h"
 #include "vec.h"
 
 namespace fastserve {
+
+using FromStart = std::integral_constant<int, 0>;
 
 // With up to CHUNK positions that share one softmax update.
 template <int CHUNK>
@@ -28,16 +31,16 @@ struct Query {
         std::fill(acc, acc + pairs * PAIR, 0.f);
     }
 
-    // From the scores [begin, end), in Pairs of T and still without their scale, to weights; the others of
-    // their Pairs are 0.
-    template <typename T>
-    void softmax(int begin, int end, const AttentionRule& rule) {
-        if (rule.in_tanh != 0.f) return softmax_of<T, true>(begin, end, rule);
-        softmax_of<T, false>(begin, end, rule);
+    // From the scores [first, end), and the others of their Pairs, to their tanh.
+    void cap(int first, int end, float in_tanh) {
+        for (int i = first / PAIR * PAIR; i < (end + PAIR - 1) / PAIR * PAIR; i += W)
+            *(vf_mem*)(weights + i) = tanh(*(const vf_mem*)(weights + i) * in_tanh);
     }
 
-    template <typename T, bool CAPPED>
-    inline void softmax_of(int begin, int end, const AttentionRule& rule) {
+    // From the scores [begin, end), in Pairs of T and still without their scale, to weights; the others of
+    // their Pairs are 0. `begin` is an int, or a FromStart, with which there is less to compute.
+    template <typename T, typename Begin>
+    void softmax(Begin begin, int end, float scale) {
         const int first = begin / PAIR * PAIR, padded = (end + PAIR - 1) / PAIR * PAIR;
         const auto is_whole = [&](int i) {
             const int pair = i / PAIR * PAIR;
@@ -45,8 +48,7 @@ struct Query {
         };
         vf high = splat(max);
         for (int i = first; i < padded; i += W) {
-            vf score = *(const vf_mem*)(weights + i);
-            score = (CAPPED ? tanh(score * rule.in_tanh) : score) * rule.scale;
+            vf score = *(const vf_mem*)(weights + i) * scale;
             if (!is_whole(i)) score = is_within<T>(i, begin, end) ? score : splat(-INFINITY);
             *(vf_mem*)(weights + i) = score;
             high = vmax(score, high);
@@ -67,13 +69,14 @@ struct Query {
     }
 
     // Whether the scores from `first` on, a multiple of W, are of [begin, end). They are in Pairs of T.
-    template <typename T>
-    static vi is_within(int first, int begin, int end) {
+    template <typename T, typename Begin>
+    static vi is_within(int first, Begin begin, int end) {
         const int pair = first / PAIR * PAIR, second = first % PAIR / W;
         vi lanes;
         for (int i = 0; i < W; ++i)
             lanes[i] = sizeof(T) == sizeof(float) ? first + i : pair + 2 * i + second;
-        return (lanes >= begin) & (lanes < end);
+        if constexpr (std::is_same_v<Begin, FromStart>) return lanes < end;
+        return (lanes >= (int)begin) & (lanes < end);
     }
 
     // Of `size` elements.

@@ -208,7 +208,10 @@ struct Attend {
                 if (begins_head(i)) fetch(v, located, head_offset, of_value.size());
                 score(queries[i], k, located, head_offset);
             }
-            for (int i = 0; i < count; ++i) queries[i].template softmax<float>(0, located, rule);
+            if (rule.in_tanh != 0.f)
+                for (int i = 0; i < count; ++i) queries[i].cap(0, located, rule.in_tanh);
+            for (int i = 0; i < count; ++i)
+                queries[i].template softmax<float>(FromStart(), located, rule.scale);
             for (int i = 0; i < count; ++i) {
                 const int64_t head_offset = queries[i].kv_head * cache.head_stride;
                 if (begins_head(i)) fetch(next_k, next_located, head_offset, of_key.size());

@@ -79,17 +79,30 @@ class RowsOfType {
     std::vector<T> widened_;
 };
 
+// Apart from `weigh`, whose other branch nearly all chunks take.
+template <typename T>
+__attribute__((noinline)) static void softmax_within(PromptQuery& query, int begin, int end,
+                                                     float scale) {
+    query.softmax<T>(begin, end, scale);
+}
+
 // From the scores [first, count) of a chunk's to packed weights, and makes the output ready to add to.
 // `first` is a multiple of PAIR. The query sees the positions [begin, end), counted from the chunk's first.
 template <typename T>
-static void weigh(PromptQuery& query, int64_t begin, int64_t end, int first, int count,
-                  const AttentionRule& rule, int64_t acc_size) {
-    const int seen_begin = (int)std::max<int64_t>(begin, 0);
-    const int seen_end = (int)std::min<int64_t>(end, count);
+static void weigh(PromptQuery& query, int64_t begin, int64_t end, int first, int count, float scale,
+                  int64_t acc_size) {
+    int seen_end = (int)std::clamp<int64_t>(end, 0, count);
+    int seen_begin = (int)std::clamp<int64_t>(begin, 0, seen_end);
     query.rescale = 1.f;
-    if (seen_begin < seen_end) query.softmax<T>(seen_begin, seen_end, rule);
+    if (seen_begin == seen_end)
+        seen_begin = seen_end = 0;
+    else if (seen_begin == 0)
+        query.softmax<T>(FromStart(), seen_end, scale);
+    else
+        softmax_within<T>(query, seen_begin, seen_end, scale);
+    const int seen_first = seen_begin / PAIR * PAIR;
     for (int i = first; i < count; i += PAIR) {
-        const bool is_seen = seen_begin < std::min(i + PAIR, seen_end) && i < seen_end;
+        const bool is_seen = seen_first <= i && i < seen_end;
         const Pair weights = is_seen ? load_pair(query.weights + i) : Pair{};
         Dot<T>::pack_pair((typename Dot<T>::X*)query.weights + i / Dot<T>::DEPTH, weights);
     }
@@ -212,10 +225,12 @@ static void prefill(const PrefillArgs& a) {
                                    packed.data() + first * steps, height, panel, 0, steps,
                                    next_panel<T>(panel, steps, 0, 1));
                 });
+                if (a.rule.in_tanh != 0.f)
+                    for (int64_t i = 0; i < count; ++i) queries[i].cap(begin, seen, a.rule.in_tanh);
                 for (int64_t i = 0; i < count; ++i) {
-                    const int64_t row = tile.first + i / group;
-                    weigh<T>(queries[i], a.first_visible(tile.job, row) - position,
-                             a.context_of(tile.job, row) - position, begin, seen, a.rule, acc_size);
+                    const int64_t end = a.context_of(tile.job, tile.first + i / group);
+                    weigh<T>(queries[i], a.rule.first_visible(end) - position, end - position, begin,
+                             seen, a.rule.scale, acc_size);
                 }
                 for_each_tile([&](int64_t first, int64_t height) {
                     const T* panel = values_of(*chunk, kv_head);

@@ -26,11 +26,11 @@ struct PagedCache {
     const S *key, *value;
     int64_t head_stride, row_stride, block_stride, block_size;
 
-    // kv: [blocks, layers, 2, kv_heads, block_size, width]; with codes, see int8_cache.py.
+    // kv: [blocks, layers, 2, kv_heads, block_size, width]; with codes and scales, see int8_cache.py.
     PagedCache(const void* kv, int64_t layers, int64_t layer, int64_t kv_heads, int64_t block_size,
                int64_t width)
-        : head_stride(block_size * (width + SCALE_SIZE)),
-          row_stride(width),
+        : head_stride(block_size * width),
+          row_stride(width - SCALE_SIZE),
           block_size(block_size) {
         const int64_t part = kv_heads * head_stride;  // K (or V) of one layer of one block
         key = (const S*)kv + layer * 2 * part;

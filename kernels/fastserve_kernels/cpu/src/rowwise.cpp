@@ -257,7 +257,7 @@ extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, con
                                  int64_t block_size, int64_t layers, int64_t layer,
                                  int64_t key_stride_t, int64_t key_stride_h,
                                  int64_t value_stride_t, int64_t value_stride_h) {
-    const int64_t head_bytes = block_size * (width + (int64_t)sizeof(float));
+    const int64_t head_bytes = block_size * width, row_bytes = width - (int64_t)sizeof(float);
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for if (tokens * kv_heads * width >= fastserve::PARALLEL_ELEMENTS)
@@ -265,8 +265,8 @@ extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, con
             if (slots[t] < 0) continue;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             const auto write = [&](int8_t* head, const T* token, int64_t dim) {
-                float* scales = (float*)(head + block_size * width);
-                fastserve::quantize_token(token, dim, head + offset * width, scales + offset);
+                float* scales = (float*)(head + block_size * row_bytes);
+                fastserve::quantize_token(token, dim, head + offset * row_bytes, scales + offset);
             };
             int8_t* head = kv + (block * layers + layer) * 2 * kv_heads * head_bytes;
             for (int64_t h = 0; h < kv_heads; ++h, head += head_bytes) {

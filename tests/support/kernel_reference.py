@@ -7,6 +7,7 @@ float64 unless a docstring says otherwise.
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise, product
 
 import torch
@@ -167,7 +168,8 @@ def sort_choices(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tenso
     order += [i for i, expert in choices if expert not in here]
     places = torch.tensor(order, dtype=torch.int64).argsort().view(experts.shape)
     tokens = [i // experts.shape[1] for i in order]
-    return *(torch.tensor(one, dtype=torch.int32) for one in (tokens, starts)), places.int()
+    as_int = partial(torch.tensor, dtype=torch.int32)
+    return as_int(tokens), as_int(starts), places.int()
 
 
 def grouped_linear(

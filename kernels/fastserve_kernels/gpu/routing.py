@@ -12,7 +12,7 @@ from fastserve_kernels.gpu.launch_parameters import next_power_of_2
 from fastserve_kernels.routes import Routes
 
 _MOST_ROWS = 2048
-"""The only program takes about as long as torch's dozen launches for so many choices."""
+"""An estimate: for more choices the only program would take longer than torch's dozen launches."""
 # Pairs of an expert and a choice that are compared at a time: 16 for each thread of 8 warps.
 _PAIRS, _NUM_WARPS = 4096, 8
 _MOST_AT_A_TIME = 128
@@ -23,9 +23,10 @@ def sort_choices(experts: Tensor, first: int, count: int) -> Routes:
     rows = experts.numel()
     if rows > _MOST_ROWS:
         return plain_torch.sort_choices(experts, first, count)
-    like = {"dtype": torch.int32, "device": experts.device}
-    tokens, starts = torch.empty(rows, **like), torch.empty(count + 1, **like)
-    places = torch.empty(experts.shape, **like)
+    tokens, starts, places = (
+        torch.empty(shape, dtype=torch.int32, device=experts.device)
+        for shape in ((rows,), (count + 1,), experts.shape)
+    )
     groups = next_power_of_2(count + 1)
     _sort_choices[(1,)](
         experts, tokens, starts, places, rows, first, count,

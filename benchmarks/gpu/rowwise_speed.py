@@ -100,7 +100,7 @@ class _Speed:
         x, residual = self._random(2, self._rows, self._hidden)
         weight = self._random(self._hidden)
         return (
-            lambda: norms.add_rms_norm(x, residual, weight, 1e-5),
+            lambda: norms.add_rms_norm(x, residual, weight, 1e-5, 0.0),
             [x, residual, weight, x, residual],
         )
 
@@ -118,7 +118,7 @@ class _Speed:
 
     def _rms_norm_heads(self) -> tuple[Call, Sequence[Tensor]]:
         x, weight = self._random(self._rows, self._heads, HEAD_DIM), self._random(HEAD_DIM)
-        return lambda: norms.rms_norm_heads(x, weight, 1e-5), [x, x]
+        return lambda: norms.rms_norm_heads(x, weight, 1e-5, 0.0), [x, x]
 
     def _cache(self) -> tuple[Tensor, Tensor]:
         """A cache with room for the rows, and their slots in random order."""

@@ -180,25 +180,29 @@ def add_layer_norm(
     return kernels_for(x).add_layer_norm(x, residual, weight, bias, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Residual addition and RMS norm in one pass: (x + residual, RMSNorm(x + residual)).
 
     x, residual: [T, hidden] of one dtype, rows contiguous.
     weight: [hidden] of that dtype.
+    shift: is added to the weight in fp32. Gemma's checkpoints have weights less 1.
 
     The sum is rounded to the dtype and then normalised in fp32.
     Returns two new contiguous tensors [T, hidden].
     """
-    return kernels_for(x).add_rms_norm(x, residual, weight, eps)
+    return kernels_for(x).add_rms_norm(x, residual, weight, eps, shift)
 
 
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> None:
     """RMS norm of each head of T tokens, in place, in fp32.
 
     x: [T, heads, head_dim]; only the last dimension must be contiguous.
     weight: [head_dim] of x's dtype, contiguous; all heads share it.
+    shift: as in `add_rms_norm`.
     """
-    kernels_for(x).rms_norm_heads(x, weight, eps)
+    kernels_for(x).rms_norm_heads(x, weight, eps, shift)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:

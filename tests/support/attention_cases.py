@@ -60,11 +60,11 @@ class Variant:
         return " ".join([*parts, *(["sinks"] if self.has_sinks else [])]) or "plain"
 
     def rule(self, shape: Shape) -> AttentionRule:
-        """A rule with random sinks. One of them outweighs all tokens, another one is none."""
+        """A rule with random sinks. The second outweighs all tokens, and the third is none."""
         sinks = None
         if self.has_sinks:
             sinks = torch.randn(shape.heads) * 3
-            sinks[:2] = torch.tensor([40.0, float("-inf")])[: shape.heads]
+            sinks[1:3] = torch.tensor([40.0, float("-inf")])[: shape.heads - 1]
         return AttentionRule(shape.head_dim**-0.5, self.window, self.soft_cap, sinks)
 
 

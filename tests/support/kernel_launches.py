@@ -47,12 +47,12 @@ def add_layer_norm(dtype: torch.dtype, size: int) -> None:
 
 def add_rms_norm(dtype: torch.dtype, size: int) -> None:
     x = _empty(dtype, TOKENS, size)
-    norms.add_rms_norm(x, x, _empty(dtype, size), 1e-5)
+    norms.add_rms_norm(x, x, _empty(dtype, size), 1e-5, 0.0)
 
 
 def rms_norm_heads(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
-    norms.rms_norm_heads(query, _empty(dtype, head_dim), 1e-5)
+    norms.rms_norm_heads(query, _empty(dtype, head_dim), 1e-5, 0.0)
 
 
 def kv_write(dtype: torch.dtype, kv_heads: int, head_dim: int, int8: bool = False) -> None:

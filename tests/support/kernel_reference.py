@@ -121,18 +121,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
     return y.clamp_min(0.0) if relu else y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`. The sum has x's dtype, as there."""
     total = x + residual
-    rows = [row * (row.square().mean() + eps).rsqrt() * weight.double() for row in total.double()]
+    scale = weight.double() + shift
+    rows = [row * (row.square().mean() + eps).rsqrt() * scale for row in total.double()]
     return total, torch.stack(rows) if rows else total.double()
 
 
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """The content of x after `ops.rms_norm_heads`."""
     out = x.double().clone()
     for head in out.flatten(0, 1):
-        head *= (head.square().mean() + eps).rsqrt() * weight.double()
+        head *= (head.square().mean() + eps).rsqrt() * (weight.double() + shift)
     return out
 
 

@@ -250,11 +250,12 @@ def _add_rms_norm(
     x = _strided(rows, size, dtype, device)
     residual = _strided(rows, size, dtype, device, gap=48)
     weight = torch.randn(size).to(dtype)
-    results = ops.add_rms_norm(x, residual, weight.to(device), 1e-5)
-    total, normed = (result.cpu() for result in results)
-    yield Comparison("sum", total, x.cpu() + residual.cpu(), _rounding_limit(dtype, device))
-    _, expected = reference.add_rms_norm(total, torch.zeros_like(total), weight, 1e-5)
-    yield near("normed", normed, expected, dtype)
+    for shift in (0.0, 1.0):
+        results = ops.add_rms_norm(x, residual, weight.to(device), 1e-5, shift)
+        total, normed = (result.cpu() for result in results)
+        yield Comparison("sum", total, x.cpu() + residual.cpu(), _rounding_limit(dtype, device))
+        _, expected = reference.add_rms_norm(total, torch.zeros_like(total), weight, 1e-5, shift)
+        yield near("normed", normed, expected, dtype)
 
 
 def _rms_norm_heads(
@@ -263,12 +264,13 @@ def _rms_norm_heads(
     """The heads are a part of a fused projection; the others stay."""
     fused = torch.randn(tokens, heads + 2, head_dim).to(dtype)
     weight = torch.randn(head_dim).to(dtype)
-    normed = fused.to(device, copy=True)
-    ops.rms_norm_heads(normed[:, 1:-1], weight.to(device), 1e-5)
-    result = normed.cpu()
-    expected = reference.rms_norm_heads(fused[:, 1:-1], weight, 1e-5)
-    yield near("normed", result[:, 1:-1], expected, dtype)
-    yield Comparison("other heads", result[:, [0, -1]], fused[:, [0, -1]])
+    for shift in (0.0, 1.0):
+        normed = fused.to(device, copy=True)
+        ops.rms_norm_heads(normed[:, 1:-1], weight.to(device), 1e-5, shift)
+        result = normed.cpu()
+        expected = reference.rms_norm_heads(fused[:, 1:-1], weight, 1e-5, shift)
+        yield near("normed", result[:, 1:-1], expected, dtype)
+        yield Comparison("other heads", result[:, [0, -1]], fused[:, [0, -1]])
 
 
 def _silu_mul(

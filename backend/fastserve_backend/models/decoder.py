@@ -167,7 +167,7 @@ class DecoderLayer:
     def _finished(self, update: Tensor, norm: RMSNorm | None) -> Tensor:
         """What a block adds to the residual."""
         if norm is not None:
-            update = norm.alone(update)
+            update = norm.in_place(update)
         return update if self._residual_factor == 1.0 else update.mul_(self._residual_factor)
 
 

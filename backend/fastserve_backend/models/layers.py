@@ -228,31 +228,12 @@ class VocabEmbedding(Embedding):
         return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 
-class _NormWeight:
-    """The weight of a norm.
+class LayerNorm:
+    """Layer normalisation of a sum, [T, width], with a weight and a bias if it has them.
 
     Args:
         plus_one: the checkpoint has the weight less 1.
-        shard: this rank's part; () is the whole.
     """
-
-    def __init__(
-        self, width: int, part: ModelPart, *, plus_one: bool, shard: tuple[slice, ...] = ()
-    ) -> None:
-        self._width, self._shard, self._plus_one = width, shard, plus_one
-        own = len(range(width)[shard[0]]) if shard else width
-        self.values = torch.empty(own, dtype=part.dtype, device=part.device)
-
-    def parameter(self) -> Parameter:
-        load = self._take_plus_one if self._plus_one else self.values.copy_
-        return Parameter((self._width,), load, self._shard, is_scale=not self._plus_one)
-
-    def _take_plus_one(self, tensor: Tensor) -> None:
-        self.values.copy_(tensor.float() + 1.0)
-
-
-class LayerNorm:
-    """Layer normalisation of a sum, [T, width], with a weight and a bias if it has them."""
 
     def __init__(
         self,
@@ -265,28 +246,37 @@ class LayerNorm:
         eps: float = 1e-5,
     ) -> None:
         self._eps = eps
-        self._weight = _NormWeight(width, part, plus_one=plus_one) if has_weight else None
-        self._bias = torch.empty(width, dtype=part.dtype, device=part.device) if has_bias else None
+        self._plus_one = plus_one
+        empty = partial(torch.empty, width, dtype=part.dtype, device=part.device)
+        self._weight = empty() if has_weight else None
+        self._bias = empty() if has_bias else None
 
     def parameters(self) -> dict[str, Parameter]:
         wanted: dict[str, Parameter] = {}
         if self._weight is not None:
-            wanted["weight"] = self._weight.parameter()
+            shape = tuple(self._weight.shape)
+            wanted["weight"] = Parameter(shape, self._take, is_scale=not self._plus_one)
         if self._bias is not None:
             wanted["bias"] = Parameter(tuple(self._bias.shape), self._bias.copy_)
         return wanted
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
-        weight = None if self._weight is None else self._weight.values
-        return ops.add_layer_norm(x, residual, weight, self._bias, self._eps)
+        return ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
+
+    def _take(self, tensor: Tensor) -> None:
+        assert self._weight is not None
+        self._weight.copy_(tensor)
+        if self._plus_one:
+            self._weight.add_(1.0)  # rounded to the model's dtype, as in transformers
 
 
 class RMSNorm:
     """Root-mean-square normalisation.
 
     Args:
-        plus_one, shard: as for `_NormWeight`.
+        plus_one: the checkpoint has the weight less 1. It stays so: the sum would be rounded.
+        shard: this rank's part of the weight; () is the whole.
     """
 
     def __init__(
@@ -298,26 +288,31 @@ class RMSNorm:
         plus_one: bool = False,
         shard: tuple[slice, ...] = (),
     ) -> None:
-        self.eps, self.width = eps, width
-        self._weight = _NormWeight(width, part, plus_one=plus_one, shard=shard)
-        self.weight = self._weight.values
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has all of the weight."""
-        return len(self.weight) == self.width
+        self._eps, self._width = eps, width
+        self._shift = 1.0 if plus_one else 0.0
+        self._shard = shard
+        self._tensor = part.tensor
+        own = len(range(width)[shard[0]]) if shard else width
+        self._weight = torch.empty(own, dtype=part.dtype, device=part.device)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": self._weight.parameter()}
+        is_scale = self._shift == 0.0
+        return {"weight": Parameter((self._width,), self._weight.copy_, self._shard, is_scale)}
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return ops.add_rms_norm(x, residual, self._weight, self._eps, self._shift)
 
-    def alone(self, x: Tensor) -> Tensor:
-        """x [T, width], normalised in place. Rows must be contiguous."""
-        ops.rms_norm_heads(x[:, None], self.weight, self.eps)
-        return x
+    def in_place(self, x: Tensor) -> Tensor:
+        """x [T, n], rows contiguous: normalise each stretch of ``width`` elements in place. If the
+        ranks share the weight, a row is this rank's part of one stretch."""
+        own = len(self._weight)
+        if own == self._width:
+            ops.rms_norm_heads(x.unflatten(1, (-1, own)), self._weight, self._eps, self._shift)
+            return x
+        squares = self._tensor.sum(x.float().square().sum(dim=1, keepdim=True))
+        inverse = (squares / self._width + self._eps).rsqrt()
+        return x.copy_(x.float() * inverse * (self._weight.float() + self._shift))
 
 
 def prefixed(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.decoder_config import DecoderConfig
@@ -18,12 +17,9 @@ class QKNorms:
         widths: elements of all queries and of all keys of this rank.
     """
 
-    def __init__(
-        self, query: RMSNorm, key: RMSNorm, widths: tuple[int, int], part: ModelPart
-    ) -> None:
+    def __init__(self, query: RMSNorm, key: RMSNorm, widths: tuple[int, int]) -> None:
         self._query, self._key = query, key
         self._widths = widths
-        self._tensor = part.tensor
 
     def parameters(self) -> dict[str, Parameter]:
         return {
@@ -34,18 +30,8 @@ class QKNorms:
     def __call__(self, qkv: Tensor) -> None:
         """Normalise queries and keys in place: qkv [T, all heads of the rank * head_dim]."""
         q, kv = self._widths
-        self._normalise(qkv[:, :q], self._query)
-        self._normalise(qkv[:, q : q + kv], self._key)
-
-    def _normalise(self, x: Tensor, norm: RMSNorm) -> None:
-        heads = x.unflatten(1, (-1, len(norm.weight)))
-        if norm.is_whole:
-            ops.rms_norm_heads(heads, norm.weight, norm.eps)
-            return
-        # Other ranks have the other heads.
-        squares = self._tensor.sum(x.float().square().sum(dim=1, keepdim=True))
-        inverse = (squares / norm.width + norm.eps).rsqrt()
-        x.copy_(x.float() * inverse * norm.weight.float())
+        self._query.in_place(qkv[:, :q])
+        self._key.in_place(qkv[:, q : q + kv])
 
 
 def qk_norms_of(config: DecoderConfig, part: ModelPart) -> QKNorms | None:
@@ -64,4 +50,4 @@ def qk_norms_of(config: DecoderConfig, part: ModelPart) -> QKNorms | None:
     size = part.tensor.size
     q, kv = config.num_heads // size, config.num_kv_heads // size
     widths = q * config.head_dim, kv * config.head_dim
-    return QKNorms(norm(config.num_heads), norm(config.num_kv_heads), widths, part)
+    return QKNorms(norm(config.num_heads), norm(config.num_kv_heads), widths)

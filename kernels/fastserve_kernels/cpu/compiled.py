@@ -25,8 +25,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_paged_decode": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 13 + [_REAL] * 2),
     "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 8 + [_INT] * 13 + [_REAL] * 2),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
-    "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
-    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL]),
+    "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL] * 2),
+    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL] * 2),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
     "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_clamped_swiglu": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3 + [_REAL] * 2),
@@ -169,7 +169,7 @@ class CompiledKernels:
         return total, normed
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float
     ) -> tuple[Tensor, Tensor]:
         """See `ops.add_rms_norm`."""
         rows, size = x.shape
@@ -177,16 +177,17 @@ class CompiledKernels:
         self._add_rms_norm(
             _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
             total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
+            shift,
         )  # fmt: skip
         return total, normed
 
-    def rms_norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+    def rms_norm_heads(self, x: Tensor, weight: Tensor, eps: float, shift: float) -> None:
         """See `ops.rms_norm_heads`."""
         tokens, heads, head_dim = x.shape
         stride_t, stride_h, _ = x.stride()
         self._rms_norm_heads(
             _DTYPE_CODES[x.dtype], x.data_ptr(), weight.data_ptr(), tokens, heads, head_dim,
-            stride_t, stride_h, eps,
+            stride_t, stride_h, eps, shift,
         )  # fmt: skip
 
     def rotate(self, x: Tensor, cos_sin: Tensor) -> None:

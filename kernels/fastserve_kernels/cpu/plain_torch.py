@@ -71,21 +71,23 @@ def add_layer_norm(
     return total, F.layer_norm(total, total.shape[-1:], weight, bias, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float
+) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`."""
     total = x + residual
-    return total, _rms_norm(total, weight, eps)
+    return total, _rms_norm(total, weight, eps, shift)
 
 
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float) -> None:
     """See `ops.rms_norm_heads`."""
-    x.copy_(_rms_norm(x, weight, eps))
+    x.copy_(_rms_norm(x, weight, eps, shift))
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     values = x.float()
     inverse = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
-    return (values * inverse * weight.float()).to(x.dtype)
+    return (values * inverse * (weight.float() + shift)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:

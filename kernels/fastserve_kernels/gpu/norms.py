@@ -34,25 +34,28 @@ def add_layer_norm(
     return total, normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float
+) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`. Grid: (T,)."""
     total, normed = _results(x)
     if len(x):
         _add_rms_norm[(len(x),)](
             x, residual, weight, total, normed, x.stride(0), residual.stride(0), x.shape[1], eps,
+            shift,
             **_launch_parameters(x.shape[1]),
         )  # fmt: skip
     return total, normed
 
 
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float) -> None:
     """See `ops.rms_norm_heads`. Grid: (T, tiles of heads)."""
     num_tokens, heads, head_dim = x.shape
     dim_tile = next_power_of_2(head_dim)
     heads_tile = max(_ELEMENTS_OF_A_WARP // dim_tile, 1)
     if num_tokens:
         _rms_norm_heads[(num_tokens, cdiv(heads, heads_tile))](
-            x, weight, x.stride(0), x.stride(1), heads, eps,
+            x, weight, x.stride(0), x.stride(1), heads, eps, shift,
             HEAD_DIM=head_dim, HEADS_TILE=heads_tile, DIM_TILE=dim_tile, num_warps=1,
         )  # fmt: skip
 
@@ -107,20 +110,21 @@ def _add_layer_norm(
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, total, normed, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr
-):
+    x, residual, weight, total, normed, x_stride, residual_stride, size, eps, shift,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     scale = tl.load(weight + columns, inside)
     values = _add(x, residual, total, x_stride, residual_stride, size, columns, inside)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    result = values * inverse * scale.to(tl.float32)
+    result = values * inverse * (scale.to(tl.float32) + shift)
     tl.store(normed + tl.program_id(0).to(tl.int64) * size + columns, result, inside)
 
 
 @triton.jit
 def _rms_norm_heads(
-    x, weight, token_stride, head_stride, heads, eps,
+    x, weight, token_stride, head_stride, heads, eps, shift,
     HEAD_DIM: tl.constexpr, HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
@@ -130,4 +134,4 @@ def _rms_norm_heads(
     rows = x + tl.program_id(0).to(tl.int64) * token_stride + head * head_stride + dim
     values = tl.load(rows, inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / HEAD_DIM + eps)
-    tl.store(rows, values * inverse * scale.to(tl.float32), inside)
+    tl.store(rows, values * inverse * (scale.to(tl.float32) + shift), inside)

@@ -65,7 +65,7 @@ static void add_layer_norm(const T* x, const T* residual, const T* weight, const
 template <typename T>
 static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum, T* normed,
                          int64_t rows, int64_t size, int64_t x_stride, int64_t residual_stride,
-                         float eps) {
+                         float eps, float shift) {
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         T* s = sum + r * size;
@@ -75,14 +75,15 @@ static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum,
         const float inverse = 1.f / std::sqrt(hsum(squares) / size + eps);
         for_pairs(size, [&](int64_t at, int n) {
             const Pair p = load_pair_n(s + at, n), w = load_pair_n(weight + at, n);
-            store_pair_n(normed + r * size + at, {p.a * inverse * w.a, p.b * inverse * w.b}, n);
+            const Pair scaled = {p.a * inverse * (w.a + shift), p.b * inverse * (w.b + shift)};
+            store_pair_n(normed + r * size + at, scaled, n);
         });
     }
 }
 
 template <typename T>
 static void rms_norm_heads(T* x, const T* weight, int64_t tokens, int64_t heads, int64_t dim,
-                           int64_t stride_t, int64_t stride_h, float eps) {
+                           int64_t stride_t, int64_t stride_h, float eps, float shift) {
 #pragma omp parallel for if (tokens > 1 && tokens * heads * dim >= PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < tokens; ++t) {
         for (int64_t h = 0; h < heads; ++h) {
@@ -95,7 +96,8 @@ static void rms_norm_heads(T* x, const T* weight, int64_t tokens, int64_t heads,
             const float inverse = 1.f / std::sqrt(hsum(squares) / dim + eps);
             for_pairs(dim, [&](int64_t at, int n) {
                 const Pair p = load_pair_n(head + at, n), w = load_pair_n(weight + at, n);
-                store_pair_n(head + at, {p.a * inverse * w.a, p.b * inverse * w.b}, n);
+                const Pair scaled = {p.a * inverse * (w.a + shift), p.b * inverse * (w.b + shift)};
+                store_pair_n(head + at, scaled, n);
             });
         }
     }
@@ -293,21 +295,22 @@ extern "C" void fs_add_layer_norm(int64_t dtype, const void* x, const void* resi
 extern "C" void fs_add_rms_norm(int64_t dtype, const void* x, const void* residual,
                                 const void* weight, void* sum, void* normed, int64_t rows,
                                 int64_t size, int64_t x_stride, int64_t residual_stride,
-                                double eps) {
+                                double eps, double shift) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
         fastserve::add_rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)sum,
-                                (T*)normed, rows, size, x_stride, residual_stride, (float)eps);
+                                (T*)normed, rows, size, x_stride, residual_stride, (float)eps,
+                                (float)shift);
     });
 }
 
 extern "C" void fs_rms_norm_heads(int64_t dtype, void* x, const void* weight, int64_t tokens,
                                   int64_t heads, int64_t dim, int64_t stride_t, int64_t stride_h,
-                                  double eps) {
+                                  double eps, double shift) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
         fastserve::rms_norm_heads((T*)x, (const T*)weight, tokens, heads, dim, stride_t, stride_h,
-                                  (float)eps);
+                                  (float)eps, (float)shift);
     });
 }
 

@@ -95,7 +95,7 @@ def decode(model: CausalLM, config: ModelConfig, jobs: int) -> Callable[[], obje
     shape = (config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     kv = torch.zeros(jobs, *shape, dtype=torch.bfloat16)
     number = torch.arange(jobs)
-    one_group = CPUBatch(
+    group = CPUBatch(
         num_decodes=jobs,
         slots=number * BLOCK_SIZE + CONTEXT - 1,
         block_tables=number.int(),
@@ -108,7 +108,8 @@ def decode(model: CausalLM, config: ModelConfig, jobs: int) -> Callable[[], obje
     @torch.inference_mode()
     def step() -> Tensor | None:
         tokens = torch.randint(VOCAB_SIZE, (jobs,))
-        return model.forward(tokens, positions, AttentionBatch([one_group]), kv, sampled=number)
+        batch = AttentionBatch([group])
+        return model.forward(tokens, positions, batch, kv, sampled=number)
 
     return step
 

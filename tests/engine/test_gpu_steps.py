@@ -58,18 +58,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 256,
         "rotary_pct": 0.25,
     },
-    "qwen, mixture of experts": COMMON
-    | {
-        "model_type": "qwen2_moe",
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "hidden_size": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    },
     "gemma2, windows": COMMON
     | {
         "model_type": "gemma2",
@@ -81,6 +69,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "intermediate_size": 256,
         "sliding_window": 20,
+    },
+    "qwen, mixture of experts": COMMON
+    | {
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
     },
 }
 
@@ -177,7 +177,7 @@ def generate(
 @pytest.mark.parametrize(
     ("name", "longest", "formats"),
     [
-        *zip(MODELS, (258, 35, 35, 35, 50), ({},) * 5, strict=True),
+        *zip(MODELS, (258, 35, 35, 50, 35), ({},) * 5, strict=True),
         ("opt", 35, {"quantization": "int8"}),
         ("opt", 35, {"kv_dtype": "int8"}),
         ("llama, grouped heads", 35, {"kv_dtype": "int8"}),

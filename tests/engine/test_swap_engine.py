@@ -198,6 +198,22 @@ def test_only_the_very_last_block_is_partly_used(
 
 
 @pytest.mark.parametrize(("host_dtype", "dtype"), STORES)
+def test_the_last_block_of_each_group_is_partly_used(host_dtype: HostDType, dtype: DType) -> None:
+    kv, store = kv_and_store(dtype, host_dtype)
+    blocks, num_last, num_last_tokens = list(range(9)), 3, 5
+    kv[6:9, ..., num_last_tokens:, :] = float("nan")
+    original = kv.clone()
+    store.copy_out(blocks, blocks, num_last_tokens, num_last)
+    store.copy_in([block + 9 for block in blocks], blocks)
+    assert torch.equal(kv[9:15], after_round_trip(original[:6], host_dtype))
+    for last in (6, 7, 8):
+        one = slice(last, last + 1)
+        expected = after_round_trip(original[one], host_dtype, num_last_tokens)
+        back = kv[last + 9, ..., :num_last_tokens, :]
+        assert torch.equal(back, expected[0, ..., :num_last_tokens, :])
+
+
+@pytest.mark.parametrize(("host_dtype", "dtype"), STORES)
 def test_other_blocks_on_the_host_stay(host_dtype: HostDType, dtype: DType) -> None:
     config = make_config(dtype)
     kv = make_kv(config)

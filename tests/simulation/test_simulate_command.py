@@ -156,3 +156,12 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "empty.csv" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_windows_leave_a_long_job_few_blocks() -> None:
+    done = simulate("gemma-3-1b", "--rates", "4", "--num-jobs", "5", "--policies", "fcfs")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "each has 4 of the 26 layers, and a job of 32768 tokens holds 2240 of them, not 14336"
+        in done.stderr
+    )

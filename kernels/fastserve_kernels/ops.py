@@ -242,7 +242,11 @@ def sort_choices(experts: Tensor, first: int, count: int) -> Routes:
     experts: int64 [T, choices], contiguous, distinct in each row.
     first, count: only the experts [first, first + count) are here. They are numbered from 0.
     """
-    on_cpu = None if uses_triton(experts.device) else compiled_for(experts.new_empty(0).float())
+    if uses_triton(experts.device):
+        from fastserve_kernels.gpu import kernels
+
+        return kernels.sort_choices(experts, first, count)
+    on_cpu = compiled_for(experts.new_empty(0, dtype=torch.float32))
     return (on_cpu or plain_torch).sort_choices(experts, first, count)
 
 

@@ -44,6 +44,10 @@ SUMS = [
     (_all(1, 8, 64), 2500), (_all(17, 2, 8), 100), (Mixture(30, 4, 10, range(3, 6)), 1024),
     (_all(0, 2, 4), 64), (_all(3, 1, 3), 7),
 ]  # fmt: skip
+SORTS = [
+    _all(1, 8, 128), _all(1, 1, 1), _all(37, 2, 8), Mixture(50, 4, 32, range(16, 32)),
+    Mixture(3, 2, 5, range(4, 5)), _all(0, 2, 4), _all(300, 8, 9),
+]  # fmt: skip
 ACTIVATIONS = [(1, 2880), (3, 7), (17, 1024), (0, 8)]
 
 
@@ -58,6 +62,8 @@ def cases(*, interpreted: bool = False) -> Iterator[Case]:
             yield Case("sum_choices", (dtype, *sums), _sum_choices)
         for shape in ACTIVATIONS:
             yield Case("clamped_swiglu", (dtype, *shape), _clamped_swiglu)
+    for mixture in SORTS:
+        yield Case("sort_choices", (torch.int64, mixture), _sort_choices)
     yield Case("clamped_swiglu", (), _swiglu_of_extremes, "extremes")
 
 
@@ -73,6 +79,22 @@ def _routes(mixture: Mixture, device: torch.device) -> tuple[torch.Tensor, ops.R
     chosen = choices_of(mixture)
     present = mixture.present
     return chosen, ops.sort_choices(chosen.to(device), present.start, len(present))
+
+
+def _sort_choices(
+    dtype: torch.dtype, mixture: Mixture, device: torch.device
+) -> Iterator[Comparison]:
+    chosen, routes = _routes(mixture, device)
+    found = routes.tokens, routes.starts, routes.places
+    expected = reference.sort_choices(chosen, mixture.present.start, len(mixture.present))
+    for what, one, other in zip(("tokens", "starts", "places"), found, expected, strict=True):
+        # Choices of absent experts may be in any order.
+        end = len(one) if what == "starts" else int(expected[1][-1])
+        if what == "places":
+            one, other = (torch.where(t < end, t, end) for t in (one.cpu(), other))
+        else:
+            one, other = one.cpu()[:end], other[:end]
+        yield Comparison(what, one, other)
 
 
 def _grouped_linear(

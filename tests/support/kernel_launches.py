@@ -13,6 +13,7 @@ from fastserve_kernels.gpu import (
     paged_decode,
     paged_prefill,
     pinned_copies,
+    routing,
     sums,
 )
 from fastserve_kernels.gpu import (
@@ -110,6 +111,10 @@ def grouped_linear(
 
 def clamped_swiglu(dtype: torch.dtype, size: int) -> None:
     activations.clamped_swiglu(_empty(dtype, TOKENS, 2 * size), 1.702, 7.0)
+
+
+def sort_choices(experts: int) -> None:
+    routing.sort_choices(_empty(torch.int64, TOKENS, 8), 0, experts)
 
 
 def sum_choices(dtype: torch.dtype, size: int) -> None:

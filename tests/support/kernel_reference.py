@@ -7,6 +7,7 @@ float64 unless a docstring says otherwise.
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise, product
 
 import torch
@@ -159,6 +160,19 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     gate, up = x.double().chunk(2, dim=-1)
     gate, up = gate.clamp_max(limit), up.clamp_min(-limit).clamp_max(limit)
     return (up + 1) * gate / (1 + (-alpha * gate).exp())
+
+
+def sort_choices(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, starts and places of `ops.sort_choices`, int32."""
+    choices = list(enumerate(experts.flatten().tolist()))
+    here = range(first, first + count)
+    order = [i for one in here for i, expert in choices if expert == one]
+    starts = [sum(expert in here[:group] for _, expert in choices) for group in range(count + 1)]
+    order += [i for i, expert in choices if expert not in here]
+    places = torch.tensor(order, dtype=torch.int64).argsort().view(experts.shape)
+    tokens = [i // experts.shape[1] for i in order]
+    as_int = partial(torch.tensor, dtype=torch.int32)
+    return as_int(tokens), as_int(starts), places.int()
 
 
 def grouped_linear(

@@ -76,13 +76,10 @@ class Experts:
 
     def _parameters_of(self, place: int) -> dict[str, Parameter]:
         """The tensors of this rank's expert `place`, named below the expert."""
-        hidden, ffn, has_bias = (
-            self._hidden,
-            self._config.intermediate_size,
-            self._config.has_biases,
-        )
+        config, hidden = self._config, self._hidden
+        ffn, has_bias = config.intermediate_size, config.has_biases
         up, down = partial(self._up.load, place), partial(self._down.load, place)
-        if self._config.is_fused:
+        if config.is_fused:
             rows = {"gate_up_proj": 2 * ffn}
             first = _Product(rows, hidden, has_bias, partial(_load_in_halves, up))
         else:

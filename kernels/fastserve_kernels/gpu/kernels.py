@@ -8,6 +8,7 @@ from fastserve_kernels.gpu.activations import (
 )
 from fastserve_kernels.gpu.cache_writes import kv_write, rope_kv_write
 from fastserve_kernels.gpu.norms import add_layer_norm, add_rms_norm, rms_norm_heads
+from fastserve_kernels.gpu.routing import sort_choices
 from fastserve_kernels.gpu.sums import sum_choices
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "rms_norm_heads",
     "rope_kv_write",
     "silu_mul",
+    "sort_choices",
     "sum_choices",
 ]

@@ -118,7 +118,14 @@ def cache() -> list[Expected]:
 
 # A thread starts eight loads before it waits for the first.
 PINNED_COPY = Expected("copy_words", {}, 32, narrow_loads=8, narrow_stores=8, has_wide=False)
-EXPECTED = [*rowwise(), *cache(), PINNED_COPY]
+# Each thread has 16 pairs of an expert and a choice.
+SORTS = [
+    Expected(
+        "sort_choices", {"experts": experts}, 168, narrow_loads=16, narrow_stores=16, has_wide=False
+    )
+    for experts in (8, 64, 128)
+]
+EXPECTED = [*rowwise(), *cache(), *SORTS, PINNED_COPY]
 CASES = list(product(EXPECTED, (80, 90)))
 LAUNCHES = [
     Launch(expected.function, architecture, expected.arguments) for expected, architecture in CASES

@@ -92,6 +92,17 @@ def _shuffle(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.write(i.operands[0], np.take_along_axis(values, source, axis=1).ravel(), mask)
 
 
+def _sum_of_warp(machine: Machine, i: Instruction, mask: Mask) -> None:
+    machine.whole_warps(mask)
+    if i.parts[1:] != ("sync", "add", "s32"):
+        raise UnknownCode(i.text)
+    if (machine.read(i.operands[2], "b32") != 0xFFFFFFFF).any():
+        raise MachineError("a sum of some threads of a warp")
+    values = machine.read(i.operands[1], "u32").reshape(-1, WARP)
+    sums = values.sum(axis=1, dtype=np.uint32, keepdims=True)
+    machine.write(i.operands[0], np.broadcast_to(sums, values.shape).ravel(), mask)
+
+
 def _nothing(machine: Machine, i: Instruction, mask: Mask) -> None:
     """Does nothing for instructions that order accesses, which are in order here."""
 
@@ -102,5 +113,6 @@ DATA_MOVEMENT = {
     "cp": _async_copy,
     "bar": _barrier,
     "shfl": _shuffle,
+    "redux": _sum_of_warp,
     "fence": _nothing,
 }

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_checkpoints import FAMILIES
+from decoder_checkpoints import FAMILIES, long_rope
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.layer_kinds import BlockNeeds
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -20,11 +20,12 @@ VOCAB_SIZE = 600
 POSITIONS = 400
 NUM_TOKENS = 200
 CHUNK = 48
-LIMITED = ("phi3_long",)  # its rotation holds for fewer positions
+SWITCH = 150
+"""Longer contexts of phi3_long have another rotation."""
 # With these each part of a layer runs that a family may have.
 FIRST = (
     "llama", "gpt_neox", "cohere2", "gemma2_capped", "gemma3", "gpt_oss", "granite", "olmo2",
-    "phi3", "qwen2", "smollm3_windows", "starcoder2",
+    "phi3_long", "qwen2", "smollm3_windows", "starcoder2",
 )  # fmt: skip
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -40,10 +41,14 @@ MODELS: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE, num_key_value_heads=2),
     "gpt_neox": GPTNeoXConfig(**SHAPE),
 }
+LONG = {"rope_parameters": long_rope(8, SWITCH)}
 MODELS |= {
-    name: variant.config(**SHAPE | ({"sliding_window": 50} if variant.has_windows else {}))
+    name: variant.config(
+        **SHAPE
+        | ({"sliding_window": 50} if variant.has_windows else {})
+        | (LONG if name == "phi3_long" else {})
+    )
     for name, variant in FAMILIES.items()
-    if name not in LIMITED
 }
 
 
@@ -83,6 +88,14 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
     assert len({tuple(answer) for answer in answers}) == len(answers)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == NUM_TOKENS
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == answer
+        logits = logits_of(reference, prompt + answer, SWITCH if name == "phi3_long" else None)
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+@torch.inference_mode()
+def logits_of(reference: PreTrainedModel, tokens: list[int], switch: int | None) -> torch.Tensor:
+    """transformers' logits at each position of a job that got one token after the other."""
+    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    if switch is not None:  # up to there the job had the rotation of short contexts
+        logits[:switch] = reference(torch.tensor([tokens[:switch]])).logits[0]
+    return logits

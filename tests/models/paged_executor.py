@@ -53,6 +53,7 @@ class PagedExecutor:
         self._model = model
         ours = getattr(model, "_config", None)  # only its models have windows
         self._groups = LayerGroups.of([None]) if ours is None else ours.layer_groups
+        self._rotary_switch = None if ours is None else ours.rotary_switch
         self._kind_of_group = self._groups.kind_of_group
         longest = -(-POSITIONS // BLOCK_SIZE)
         total = longest * len(prompts) * len(self._kind_of_group) + 5
@@ -81,9 +82,10 @@ class PagedExecutor:
         num_decodes, starts = padding, [0]
         for index, count in work:
             job = self.jobs[index]
+            is_long = self._rotary_switch is not None and len(job.tokens) > self._rotary_switch
             for position in range(job.done, job.done + count):
                 ids.append(job.tokens[position])
-                positions.append(position)
+                positions.append(-1 - position if is_long else position)
             lengths.append(job.done + count)
             if count == 1:
                 num_decodes += 1

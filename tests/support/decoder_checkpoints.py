@@ -146,7 +146,7 @@ FAMILIES: dict[str, Variant] = {
     ),
     "phi3": Variant("Phi3", **WINDOWED),
     "phi3_long": Variant(
-        "Phi3", max_position_embeddings=4 * POSITIONS, rope_parameters=long_rope(4, POSITIONS)
+        "Phi3", max_position_embeddings=4 * POSITIONS, rope_parameters=long_rope(4, 20)
     ),
     "phi4_mini": Variant(
         "Phi3",

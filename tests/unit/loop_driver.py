@@ -176,8 +176,10 @@ class Rig:
         ahead: bool = False,
         masks: DelayedMasks | None = None,
         kinds: Sequence[LayerKind] = ONE_GROUP,
+        rotary_switch: int | None = None,
     ) -> None:
         self.masks = masks
+        self.rotary_switch = rotary_switch
         self.kinds = kinds
         self.clock = VirtualClock()
         self.ahead = ahead
@@ -201,7 +203,7 @@ class Rig:
         self.predict_s = lambda step: model.iteration_s(IterationLoad.of_step(step))
         self.loop = StepLoop(
             policy,
-            KVManager(tiers, policy, kv_cache, costs, self.counters),
+            KVManager(tiers, policy, kv_cache, costs, self.counters, rotary_switch=rotary_switch),
             self.executor,
             self.delivery,
             self.clock,
@@ -211,6 +213,7 @@ class Rig:
             on_job_end=lambda job, reason: self.ends.append((job.number, reason)),
             on_step_finished=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
             mask_source=masks,
+            rotary_switch=rotary_switch,
             check_integrity=True,
         )
         if masks is not None:

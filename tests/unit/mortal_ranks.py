@@ -107,6 +107,7 @@ class RecoveringRig(Rig):
         masks: DelayedMasks | None = None,
         copy_fails: Callable[[], bool] = lambda: False,
         kinds: Sequence[LayerKind] = ONE_GROUP,
+        rotary_switch: int | None = None,
     ) -> None:
         self.lives = lives
         self.copy_fails = copy_fails
@@ -123,6 +124,7 @@ class RecoveringRig(Rig):
             ahead=ahead,
             masks=masks,
             kinds=kinds,
+            rotary_switch=rotary_switch,
         )
 
     def make_delivery(self) -> TextDelivery:
@@ -144,7 +146,14 @@ class RecoveringRig(Rig):
         )
         self.pool, self.host = tiers.device, tiers.host
         costs = SwapCosts(self.model, BLOCK_BYTES, LINK)
-        return KVManager(tiers, self.loop.policy, self.kv_cache, costs, self.counters)
+        return KVManager(
+            tiers,
+            self.loop.policy,
+            self.kv_cache,
+            costs,
+            self.counters,
+            rotary_switch=self.rotary_switch,
+        )
 
     def run_cycle(self, count: int = 1) -> float:
         try:

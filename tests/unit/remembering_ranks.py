@@ -47,7 +47,8 @@ class RememberedKV:
     tokens before it left, as far as the group's window goes.
 
     A job's next token is a hash of what its last token left, of its sampling and of its mask of 4
-    bytes. So missing, stale or foreign KV changes tokens.
+    bytes. So missing, stale or foreign KV changes tokens. Bit 32 of
+    what a token leaves is its job's ``Step.are_long``, which must be that of the tokens before it.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class RememberedKV:
         block_size: int,
         kinds: Sequence[LayerKind] = ONE_GROUP,
     ) -> None:
-        self._device = np.full((num_blocks, block_size), 7, np.uint32)
-        self._host = np.full((num_host_blocks, block_size), 7, np.uint32)
+        self._device = np.full((num_blocks, block_size), 7, np.uint64)
+        self._host = np.full((num_host_blocks, block_size), 7, np.uint64)
         self._block_size = block_size
         self._kinds = kinds
         self._windows = [kind.window for kind in kinds for _ in range(kind.num_groups)]
@@ -73,6 +74,7 @@ class RememberedKV:
         taken = np.flatnonzero(rows >= 0)
         ids[taken] = self._last_tokens[rows[taken]]
         counts, starts = array("i", step.query_lens), array("i", step.starts)
+        are_long = step.are_long or bytes(len(counts))
         jobs = blocks_of_jobs(step, self._kinds, self._block_size)
         tokens = array("i")
         num_sampling = len(counts) - step.num_partial
@@ -80,7 +82,7 @@ class RememberedKV:
         for row, (count, start, blocks) in enumerate(zip(counts, starts, jobs, strict=True)):
             begin, end = end, end + count
             left = [
-                self._write(blocks, group, start, ids[begin:end])
+                self._write(blocks, group, start, ids[begin:end], are_long[row])
                 for group in range(len(self._windows))
             ]
             if row < num_sampling:
@@ -88,7 +90,7 @@ class RememberedKV:
         self._last_tokens = np.array(tokens, np.int32)
         return tokens.tobytes()
 
-    def _write(self, blocks: Blocks, group: int, start: int, ids: np.ndarray) -> int:
+    def _write(self, blocks: Blocks, group: int, start: int, ids: np.ndarray, is_long: int) -> int:
         """Writes what these tokens leave in a group; returns what the last one leaves."""
         window, left = self._windows[group], 0
         for position, token in enumerate(ids, start):
@@ -98,7 +100,8 @@ class RememberedKV:
                 for seen in range(first, position + 1)
             ]
             before = [int(self._device[slot]) for slot in slots[:-1]]
-            left = zlib.crc32(np.array([*before, token], np.int64).tobytes())
+            assert all(value >> 32 == is_long for value in before), "keys of another rotation"
+            left = zlib.crc32(np.array([*before, token], np.int64).tobytes()) | is_long << 32
             self._device[slots[-1]] = left
         return left
 

@@ -41,6 +41,7 @@ def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> Recove
     lives=st.lists(st.integers(0, 60), max_size=6),
     prefix_caching=st.booleans(),
     kinds=st.sampled_from([ONE_GROUP, *WINDOWED_KINDS]),
+    rotary_switch=st.sampled_from([None, None, 6, 13, 20]),
 )
 def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     seed: int,
@@ -51,6 +52,7 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     lives: list[int],
     prefix_caching: bool,
     kinds: tuple[LayerKind, ...],
+    rotary_switch: int | None,
 ) -> None:
     rng = random.Random(seed)
     limits = BatchLimits(
@@ -68,7 +70,17 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
         policy = make_policy(name, limits, starvation_s=20.0, longest=16.0)
         kv_cache = KVCacheSection(strategy=strategy, prefix_caching=prefix_caching)
         masks = DelayedMasks(rng, most_turns=0 if not lives else 3)
-        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead, masks, kinds=kinds)
+        rig = RecoveringRig(
+            policy,
+            lives,
+            *sizes,
+            kv_cache,
+            num_stages,
+            ahead,
+            masks,
+            kinds=kinds,
+            rotary_switch=rotary_switch,
+        )
         jobs = random_jobs(job_seed)
         rig.run(jobs, cancellations)
         return rig, [job.sink for job in jobs]

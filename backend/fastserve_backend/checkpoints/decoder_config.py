@@ -231,6 +231,11 @@ class DecoderConfig(ModelConfig):
         )
 
     @property
+    def rotary_switch(self) -> int | None:
+        switch = self.rotaries[0].switch
+        return None if switch is None or self.max_model_len <= switch else switch
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return self.window_of_layer or super().windows
 

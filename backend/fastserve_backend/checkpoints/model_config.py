@@ -69,6 +69,12 @@ class ModelConfig:
     """Whether neither file names an end token, so that the architecture's default is used."""
 
     @property
+    def rotary_switch(self) -> int | None:
+        """A job of more tokens than this has other keys, from its first token on. None: there is no
+        such number."""
+        return None
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """For each layer how many tokens a token attends to, itself included; None: all before."""
         return (None,) * self.num_layers

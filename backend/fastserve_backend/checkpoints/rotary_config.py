@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import truediv
 
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_config import HFConfig
@@ -31,6 +32,9 @@ class Rotary:
     """A factor for sines and cosines (YaRN's attention factor)."""
     max_positions: int
     """Beyond so many positions other frequencies would apply."""
+    switch: int | None = None
+    """A job of more tokens is rotated by ``long_frequencies``, from its first token on."""
+    long_frequencies: tuple[float, ...] = ()
     query_growth: tuple[float, int] | None = None
     """(b, n): the query at position p is multiplied by 1 + b · ln(1 + floor(p / n)), so that scores
     stay sharp in long contexts (Llama 4, Ministral 3)."""
@@ -185,18 +189,19 @@ def _yarn(
 
 
 def _longrope(plain: list[float], rope: HFConfig, positions: int, trained: int) -> Rotary:
-    """LongRoPE (Ding et al. 2024) divides each frequency by a factor of its own.
-
-    A job of more than ``trained`` tokens has other factors. They change all its keys, so such jobs
-    are not served.
-    """
+    """LongRoPE (Ding et al. 2024) divides each frequency by a factor of its own. A job of more than
+    ``trained`` tokens has other factors."""
     factor = rope.number("factor", positions / trained)
     scale = rope.number("attention_factor", 0.0)
     if not scale:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    factors = rope.numbers("short_factor", len(plain))
-    frequencies = tuple(one / factor for one, factor in zip(plain, factors, strict=True))
-    return Rotary(2 * len(plain), frequencies, scale, min(positions, trained))
+    short, long = (
+        tuple(map(truediv, plain, rope.numbers(name, len(plain))))
+        for name in ("short_factor", "long_factor")
+    )
+    if positions <= trained:
+        return Rotary(2 * len(plain), short, scale, positions)
+    return Rotary(2 * len(plain), short, scale, positions, trained, long)
 
 
 def _yarn_scale(factor: float, rope: HFConfig) -> float:

@@ -205,6 +205,7 @@ def _sweep(
                     modelled.latency,
                     modelled.memory,
                     max_model_len=modelled.model.max_model_len,
+                    rotary_switch=modelled.model.rotary_switch,
                     predictions=load.predictions,
                 )
                 num_iterations += simulation.counters.iterations

@@ -133,6 +133,7 @@ class Engine:
                 self.profile,
                 self.counters,
                 self.model_config.max_model_len,
+                self.model_config.rotary_switch,
             )
             self._loop = self._setup.make_loop(
                 ranks.memory,

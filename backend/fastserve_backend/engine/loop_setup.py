@@ -55,6 +55,8 @@ class LoopSetup:
     """Predicts step durations, for the policy, for swapping and for steps ahead."""
     counters: EngineCounters
     max_model_len: int
+    rotary_switch: int | None = None
+    """Of the model."""
 
     def make_kv(self, memory: KVMemory, policy: Policy) -> KVManager:
         """A KV manager for ranks on which no job has KV."""
@@ -67,7 +69,9 @@ class LoopSetup:
             step_tokens=policy.limits.job_tokens,
         )
         costs = SwapCosts(self.latency, memory.block_bytes, memory.link)
-        return KVManager(tiers, policy, self.kv_cache, costs, self.counters)
+        return KVManager(
+            tiers, policy, self.kv_cache, costs, self.counters, rotary_switch=self.rotary_switch
+        )
 
     def make_loop(
         self,
@@ -101,6 +105,7 @@ class LoopSetup:
             on_job_end=on_job_end,
             on_step_finished=on_step_finished,
             mask_source=mask_source,
+            rotary_switch=self.rotary_switch,
             check_integrity=check_integrity,
         )
 

@@ -45,6 +45,7 @@ def build_step(
     pool: BlockPool,
     copies: PrefixCopies,
     previous_rows: Mapping[int, int] | None = None,
+    rotary_switch: int | None = None,
 ) -> Step:
     """A step that runs these jobs.
 
@@ -54,6 +55,7 @@ def build_step(
         copies: blocks to copy between jobs before the step.
         previous_rows: for a step sent behind a running one: the row of each job, by its number, in
             the running step's result. Pending tokens are taken from there.
+        rotary_switch: of the model.
     """
     num_decodes = num_partial = 0
     token_ids, query_lens, starts = array("i"), array("i"), array("i")
@@ -94,6 +96,9 @@ def build_step(
         copy_from=copies.from_blocks.tobytes(),
         copy_to=copies.to_blocks.tobytes(),
         first_blocks=first_blocks.tobytes(),
+        are_long=b""
+        if rotary_switch is None
+        else bytes(job.num_tokens > rotary_switch for job, _ in scheduled),
     )
 
 

@@ -59,6 +59,7 @@ class StepLoop:
             not include those copies.
         mask_source: computes the masks of jobs with structured output; its answers go to
             ``jobs.on_mask_answer``. None if there are no such jobs.
+        rotary_switch: of the model (``ModelConfig``).
         check_integrity: verify the block tables after every cycle, for tests.
     """
 
@@ -76,6 +77,7 @@ class StepLoop:
         on_job_end: OnJobEnd,
         on_step_finished: Callable[[Step, float], None],
         mask_source: MaskSource | None = None,
+        rotary_switch: int | None = None,
         check_integrity: bool = False,
     ) -> None:
         self.policy = policy
@@ -83,7 +85,8 @@ class StepLoop:
         self._serving_clock = ServingClock(clock)
         self._masked = MaskedJobs(mask_source)
         self._work = SentWork(executor, clock, counters)
-        self._ahead = StepsAhead(clock, predict_s)
+        self._ahead = StepsAhead(clock, predict_s, rotary_switch)
+        self._rotary_switch = rotary_switch
         self.jobs = UnfinishedJobs(
             policy,
             kv,
@@ -94,6 +97,7 @@ class StepLoop:
             counters,
             eos_token_ids,
             on_job_end,
+            rotary_switch,
         )
         self._counters = counters
         self._on_step_finished = on_step_finished
@@ -192,7 +196,8 @@ class StepLoop:
         kv_round = self.kv.start_round(now, in_flight, going_on)
         if going_on is not None:
             in_flight -= going_on
-        in_flight |= self._masked.waiting  # passed over like jobs of unfinished steps
+        # Passed over like jobs of unfinished steps.
+        in_flight |= self._masked.waiting | self.kv.restarting
         jobs = self.policy.walk(now, in_flight)
         limits = self.policy.limits.for_load(self.jobs.num_without_token, self._num_decodes)
         batch = fill_batch(jobs, limits, in_flight, kv_round)
@@ -227,7 +232,9 @@ class StepLoop:
         batch = in_step_order(chosen.batch)
         rows = None if behind is None else behind.rows
         device = self.kv.tiers.device
-        step = build_step(next(self._step_ids), batch, device, chosen.copies, rows)
+        step = build_step(
+            next(self._step_ids), batch, device, chosen.copies, rows, self._rotary_switch
+        )
         for job, num_tokens in batch:
             job.on_sent(num_tokens)
         self.kv.on_sent()

@@ -9,6 +9,8 @@ know yet.
 * A job whose pending token turns out to end it has run once too often. The last token is ignored.
 * A job with structured output needs the pending token for its next mask. While such a job gets a
   token, no step is sent ahead.
+* A job that its pending token makes longer than the model's ``rotary_switch`` is not chosen: it
+  computes its KV again.
 
 Only ranks without pipeline stages take a step ahead (``Executor.can_submit_ahead``).
 """
@@ -57,8 +59,11 @@ class StepsAhead:
         predict_s: predicted duration of a step in seconds. Not called if no step is sent ahead.
     """
 
-    def __init__(self, clock: Clock, predict_s: Callable[[Step], float]) -> None:
+    def __init__(
+        self, clock: Clock, predict_s: Callable[[Step], float], rotary_switch: int | None
+    ) -> None:
         self._clock = clock
+        self._rotary_switch = rotary_switch
         self._predict_s = predict_s
         self._early_end: EarlyEnd | None = None
 
@@ -75,7 +80,9 @@ class StepsAhead:
 
     def end_early(self, running: SentStep) -> EarlyEnd:
         """From now on the running step counts as ended."""
-        going_on = [one for one in running.batch if not _will_end(one.job)]
+        going_on = [
+            one for one in running.batch if not _will_end(one.job) and not self._switches(one.job)
+        ]
         self._early_end = EarlyEnd(running, going_on)
         return self._early_end
 
@@ -90,6 +97,9 @@ class StepsAhead:
     def forget(self) -> None:
         """The ranks are lost, and the running step with them."""
         self._early_end = None
+
+    def _switches(self, job: Job) -> bool:
+        return self._rotary_switch is not None and job.num_tokens == self._rotary_switch + 1
 
 
 def _will_end(job: Job) -> bool:

@@ -41,6 +41,7 @@ class UnfinishedJobs:
         counters: EngineCounters,
         eos_token_ids: Sequence[int],
         on_job_end: OnJobEnd,
+        rotary_switch: int | None = None,
     ) -> None:
         self.num_running = 0
         """Jobs in the latest step, or in the latest step of each pipeline stage. 0 without jobs."""
@@ -56,6 +57,7 @@ class UnfinishedJobs:
         self._counters = counters
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_job_end = on_job_end
+        self._rotary_switch = rotary_switch
 
     def __iter__(self) -> Iterator[Job]:
         """In order of arrival."""
@@ -115,6 +117,9 @@ class UnfinishedJobs:
             self._forget(job, reason)
         else:
             self._masked.on_token(job)
+            # While a step sent ahead runs it, it is as long as before.
+            if not job.num_pending and job.num_tokens - 1 == self._rotary_switch:
+                self.kv.restart(job)
 
     def deliver_tokens(self) -> None:
         """Send clients the tokens that have come since the last call.

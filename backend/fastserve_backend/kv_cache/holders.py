@@ -144,6 +144,7 @@ class Holders:
     def on_lost(self, job: Job) -> None:
         """The job's blocks are gone."""
         del self._jobs[job.number]
+        self._num_admitted_blocks -= self._admitted.pop(job.number, 0)
         self._num_finished.pop(job.number, None)
         self._moved[job.number] = job
         self._without_step.discard(job.number)

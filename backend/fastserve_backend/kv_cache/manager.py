@@ -34,7 +34,11 @@ from fastserve_backend.metrics.counters import EngineCounters
 
 class KVManager:
     """Owns ``tiers``. Changes ``num_computed``, ``num_shared``, ``place`` and the swap counts of
-    jobs."""
+    jobs.
+
+    Args:
+        rotary_switch: of the model (``ModelConfig``).
+    """
 
     def __init__(
         self,
@@ -43,11 +47,17 @@ class KVManager:
         config: KVCacheSection,
         costs: SwapCosts,
         counters: EngineCounters,
+        *,
+        rotary_switch: int | None = None,
     ) -> None:
         self.tiers = tiers
         self._counters = counters
         self._costs = costs
-        self._prefixes = Prefixes(tiers.device, PrefixKeys(config, tiers.device.block_size), costs)
+        keys = PrefixKeys(config, tiers.device.block_size, rotary_switch)
+        self._prefixes = Prefixes(tiers.device, keys, costs)
+        self._restarting: dict[int, Job] = {}
+        self.restarting = self._restarting.keys()
+        """Numbers of jobs that must not run before they have lost their KV (``restart``)."""
         self._holders = Holders(tiers, self._prefixes, counters)
         self._swapping = Swapping(tiers, self._holders, self._prefixes, config, costs, counters)
         self._look_ahead = LookAhead(
@@ -87,6 +97,8 @@ class KVManager:
                 # It may have room for copies behind blocks that it lacks, or begin with another
                 # prefix next time.
                 self._holders.drop_unsent(job)
+        for job in list(self._restarting.values()):
+            self._try_restart(job)
         self._holders.update_places(self._parts.order)
         self._round = self._new_round(now, in_flight, going_on, holds_steps=last.holds_steps)
         return self._round
@@ -133,10 +145,25 @@ class KVManager:
         if self.tiers.has_windows:
             self._holders.free_unseen(job_number)
 
+    def restart(self, job: Job) -> None:
+        """The job, which no step runs, has to compute its KV again: it has become longer than
+        ``rotary_switch``. Its blocks are freed as soon as nothing copies them."""
+        self._restarting[job.number] = job
+
     def release(self, job: Job) -> None:
         """The job ended and no step uses its blocks."""
+        self._restarting.pop(job.number, None)
         self._look_ahead.on_change()
         self._holders.release(job)
+
+    def _try_restart(self, job: Job) -> None:
+        if self.tiers.transfer(job.number) is not None or self.tiers.is_read(job.number):
+            return
+        del self._restarting[job.number]
+        if self._holders.get(job.number) is not None:
+            self._holders.drop(job)
+        self._prefixes.forget(job)
+        self._look_ahead.on_change()
 
     def _new_round(
         self,

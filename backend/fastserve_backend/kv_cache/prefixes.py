@@ -29,6 +29,8 @@ from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.costs import SwapCosts
 
 _KEY_BYTES = 32
+# Jobs that are longer than the model's rotary_switch have other keys and values.
+_LONG = b"long"
 
 
 class PrefixKeys:
@@ -39,16 +41,26 @@ class PrefixKeys:
     answer to the other prefix.
     """
 
-    def __init__(self, config: KVCacheSection, block_size: int) -> None:
+    def __init__(
+        self, config: KVCacheSection, block_size: int, rotary_switch: int | None = None
+    ) -> None:
         self.block_size = block_size
+        self._rotary_switch = rotary_switch
         # Strategy defer promises blocks to jobs before they run, and takes none from anyone.
         self.is_on = config.prefix_caching and config.strategy != "defer"
         self._swaps_are_lossy = config.swaps_are_lossy
         self._keys: dict[int, list[bytes]] = {}
+        self._long: set[int] = set()  # jobs that were long when they began to compute
 
     def wanted(self, job: Job) -> Iterator[bytes]:
         """Keys of the blocks that the job may get from others. Its last token is never among them:
-        the job has to compute at least one token to get its next one."""
+        the job has to compute at least one token to get its next one.
+
+        Only for jobs that have not computed their whole prompt yet, or begin anew."""
+        is_long = self._rotary_switch is not None and job.num_tokens > self._rotary_switch
+        if is_long and job.number not in self._long:
+            self.forget(job)
+            self._long.add(job.number)
         return self._of(job, job.num_tokens - 1)
 
     def held(self, job: Job) -> Iterator[bytes]:
@@ -61,6 +73,7 @@ class PrefixKeys:
 
     def forget(self, job: Job) -> None:
         self._keys.pop(job.number, None)
+        self._long.discard(job.number)
 
     def _of(self, job: Job, num_tokens: int) -> Iterator[bytes]:
         num_blocks = num_tokens // self.block_size
@@ -69,7 +82,7 @@ class PrefixKeys:
         keys = self._keys.setdefault(job.number, [])
         for block in range(num_blocks):
             if block == len(keys):
-                before = keys[-1] if keys else b""
+                before = keys[-1] if keys else _LONG if job.number in self._long else b""
                 tokens = _tokens(job, block * self.block_size, self.block_size)
                 keys.append(blake2b(before + tokens.tobytes(), digest_size=_KEY_BYTES).digest())
             yield keys[block]

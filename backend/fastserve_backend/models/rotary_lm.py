@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -122,19 +123,33 @@ class RotaryEmbedding:
     looks them up once for all layers."""
 
     def __init__(self, rotary: Rotary, positions: int, device: torch.device) -> None:
-        frequencies = np.array(rotary.frequencies, dtype=np.float32)
-        angles = np.outer(np.arange(positions, dtype=np.float32), frequencies)
-        # Not with torch: on a CPU a process's first cosines are sometimes wrong by 1e-4, if two of
-        # MKL's threads compute them at once (github.com/pytorch/pytorch/issues/188792).
-        parts = [function(angles, dtype=np.float64) for function in (np.cos, np.sin)]
-        table = np.concatenate(parts, axis=1) * rotary.scale
-        self._table = torch.from_numpy(table.astype(np.float32)).to(device)
+        table = _cosines_and_sines(rotary.frequencies, positions, rotary.scale)
+        if rotary.switch is not None and positions > rotary.switch:
+            table = table[: rotary.switch]
+            long = _cosines_and_sines(rotary.long_frequencies, positions, rotary.scale)
+            table = np.concatenate([table, long[::-1]])  # -1 is the last row
+        self._table = torch.from_numpy(table).to(device)
         self._growth = rotary.query_growth
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """The rotations of T tokens: positions int64 [T]."""
+        """The rotations of T tokens: positions int64 [T]. -1 - p stands for position p of a long
+        job (`Rotary.switch`)."""
         if self._growth is None:
             return Rotation(self._table[positions])
         beta, trained = self._growth
         factors = 1 + beta * torch.log1p((positions // trained).float())
         return Rotation(self._table[positions], factors[:, None])
+
+
+def _cosines_and_sines(
+    frequencies: Sequence[float], positions: int, scale: float
+) -> npt.NDArray[np.float32]:
+    """[positions, 2 * len(frequencies)]."""
+    angles = np.outer(
+        np.arange(positions, dtype=np.float32), np.array(frequencies, dtype=np.float32)
+    )
+    # Not with torch: on a CPU a process's first cosines are sometimes wrong by 1e-4, if two of
+    # MKL's threads compute them at once (github.com/pytorch/pytorch/issues/188792).
+    parts = [function(angles, dtype=np.float64) for function in (np.cos, np.sin)]
+    table: npt.NDArray[np.float32] = (np.concatenate(parts, axis=1) * scale).astype(np.float32)
+    return table

@@ -188,6 +188,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     copy_to: bytes = b""  # int32 [n]: blocks of the step's jobs, none of them in copy_from
     first_blocks: bytes = b""  # int32 [K, S], or empty
     """With which block of a group each table begins. Empty: with block 0."""
+    are_long: bytes = b""  # bool [S], or empty
+    """Whether each job is longer than the model's ``rotary_switch``. Empty: none is."""
 
     @classmethod
     def of(

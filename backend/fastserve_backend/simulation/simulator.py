@@ -48,6 +48,7 @@ def simulate(
     memory: KVMemory,
     *,
     max_model_len: int,
+    rotary_switch: int | None = None,
     predictions: Sequence[int] | None = None,
     policy_of: MakePolicy | None = None,
     check_integrity: bool = False,
@@ -58,6 +59,7 @@ def simulate(
 
     Args:
         trace: in order of arrival.
+        rotary_switch: of the model (``ModelConfig``).
         predictions: predicted output tokens of each job, which the policy learns when the job
             arrives. Default: no predictions.
         policy_of: makes a policy that the registry does not have, for the limits of ``scheduler``.
@@ -73,7 +75,9 @@ def simulate(
     executor = SimulatedExecutor(latency, clock, memory.link)
     counters = EngineCounters(LatencyHistograms(scheduler.slo_ms / 1e3))
     tokens = _TokenTimes(clock)
-    setup = LoopSetup(scheduler, _without_prefixes(kv_cache), latency, counters, max_model_len)
+    setup = LoopSetup(
+        scheduler, _without_prefixes(kv_cache), latency, counters, max_model_len, rotary_switch
+    )
     loop = setup.make_loop(
         memory,
         executor,

@@ -92,10 +92,14 @@ class StepLayout:
         positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - query_lens), query_lens)
         entries = np.repeat(table_starts, query_lens, axis=1) + positions // block_size
         blocks = block_tables[entries].astype(np.int64)
+        slots = blocks * block_size + positions % block_size
+        if step.are_long:
+            are_long = np.frombuffer(step.are_long, dtype=np.bool_)
+            positions = np.where(np.repeat(are_long, query_lens), -1 - positions, positions)
         return cls(
             token_ids=_token_ids(step, num_previous),
             positions=positions,
-            slots=blocks * block_size + positions % block_size,
+            slots=slots,
             query_lens=query_lens,
             context_lens=starts + query_lens,
             block_tables=block_tables,

@@ -52,12 +52,19 @@ MODELS |= {
 }
 
 
+def repeated_unless(is_first: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return () if is_first else (pytest.mark.repeated,)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=() if one in FIRST else pytest.mark.repeated) for one in MODELS],
+    ("name", "tensor_size", "num_stages"),
+    [
+        *(pytest.param(one, 1, 1, marks=repeated_unless(one in FIRST)) for one in MODELS),
+        *(pytest.param(one, 2, 2, marks=repeated_unless(one == "gemma3")) for one in MODELS),
+    ],
 )
 def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
-    name: str, tmp_path: Path, tokenizer: Path
+    name: str, tensor_size: int, num_stages: int, tmp_path: Path, tokenizer: Path
 ) -> None:
     torch.manual_seed(3)
     reference = AutoModelForCausalLM.from_config(MODELS[name]).eval()
@@ -81,6 +88,8 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
         device_blocks=int(2.8 * BlockNeeds(16, kinds, CHUNK).most(POSITIONS)),
         swap_space_gib=0.1,
         base_quantum_ms=0.01,
+        tensor_parallel_size=tensor_size,
+        pipeline_parallel_size=num_stages,
         check_integrity=True,
     ) as llm:
         answers = [one.token_ids for one in llm.generate(prompts, params, progress=False)]

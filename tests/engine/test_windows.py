@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 Prompts = list[list[int]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:
@@ -59,16 +59,24 @@ def check_answers(model: PreTrainedModel, llm: LLM, prompts: Prompts) -> Prompts
     return answers
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"prefill_chunk_tokens": 30},
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2, "prefill_chunk_tokens": 50},
+    {"device_blocks": 120, "prefill_chunk_tokens": 20, "base_quantum_ms": 0.01},
+    {"device_blocks": 120, "prefill_chunk_tokens": 20, "strategy": "recompute"},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("reference", "options"),
     [
-        {},
-        {"prefill_chunk_tokens": 30},
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2, "prefill_chunk_tokens": 50},
-        {"device_blocks": 120, "prefill_chunk_tokens": 20, "base_quantum_ms": 0.01},
-        {"device_blocks": 120, "prefill_chunk_tokens": 20, "strategy": "recompute"},
+        *(("gemma3", one) for one in OPTIONS),
+        ("mistral", OPTIONS[-1]),
+        *(pytest.param("mistral", one, marks=pytest.mark.repeated) for one in OPTIONS[:-1]),
     ],
+    indirect=["reference"],
     ids=str,
 )
 def test_conversations_go_on_from_kv_of_others(

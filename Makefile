@@ -34,7 +34,7 @@ help:
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
 	@echo "make test    run the test suite: every test, each of its parameters' values once"
 	@echo "make test-fast   the tests that need no server, in a minute"
-	@echo "make test-all    all combinations of parameters, too; 37 minutes on two busy cores"
+	@echo "make test-all    all combinations of parameters, too; over 40 minutes on two cores"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
 	@echo "make docs    write the tables of docs/configuration.md from the configuration"

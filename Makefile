@@ -37,7 +37,7 @@ help:
 	@echo "make test-all    all combinations of parameters, too; over 40 minutes on two cores"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
-	@echo "make docs    write the tables of docs/configuration.md from the configuration"
+	@echo "make docs    write the tables of docs/configuration.md and docs/models.md"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
 	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"
 

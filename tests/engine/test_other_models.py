@@ -11,7 +11,7 @@ import torch
 from decoder_checkpoints import FAMILIES, long_rope
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.layer_kinds import BlockNeeds
+from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

@@ -10,10 +10,10 @@ from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
-from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.offers import OfferOutcome
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
 from policies import TIMES, LinearTimes

@@ -15,10 +15,10 @@ from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from fastserve_backend.scheduler.base import Policy

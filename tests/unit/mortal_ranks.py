@@ -15,8 +15,8 @@ from fastserve_backend.errors import EngineError
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from fastserve_backend.scheduler.base import Policy

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.messages import CopyBlocks, Sampling, Step
 
 # The tokens of a to t in a byte-level tokenizer.

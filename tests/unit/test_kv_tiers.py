@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fastserve_backend.kv_cache.blocks import BlockPool, OutOfBlocksError
 from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
-from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

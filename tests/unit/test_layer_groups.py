@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from fastserve_backend.checkpoints.layer_groups import LayerGroups
-from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from hypothesis import given
 from hypothesis import strategies as st
 

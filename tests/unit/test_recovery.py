@@ -11,7 +11,7 @@ from delayed_masks import DelayedMasks
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job, JobState
-from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from hypothesis import given, settings

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 from fastserve_backend.job import FinishReason, JobState
-from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.scheduler.base import BatchLimits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

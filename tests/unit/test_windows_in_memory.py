@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.layer_kinds import BlockNeeds, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds, LayerKind
 from jobs import make_job
 from kv_desk import Desk
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fastserve_backend.layer_kinds import LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import LayerKind
 
 # More groups of one kind would waste less of a block, but a step has a block table for each.
 _MOST_GROUPS = 8

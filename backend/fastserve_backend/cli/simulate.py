@@ -24,11 +24,11 @@ from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
 from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
+from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 from fastserve_backend.simulation.memory import memory_of_profile, memory_of_roofline
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import longest_job, simulate

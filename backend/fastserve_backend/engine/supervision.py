@@ -14,10 +14,10 @@ from fastserve_backend.engine.admission import Admission
 from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.errors import EngineError, FastServeError
 from fastserve_backend.executor.base import OwnedExecutor
-from fastserve_backend.layer_kinds import LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.measure import ReadyRanks, cache_path_if_any, load_or_measure
+from fastserve_backend.rank_protocol.layer_kinds import LayerKind
 from fastserve_backend.rank_protocol.messages import Ready, Setup
 from fastserve_backend.system.clock import Clock
 from fastserve_backend.system.restart_limit import RestartLimiter

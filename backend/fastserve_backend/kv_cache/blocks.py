@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import cast
 
-from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 
 class OutOfBlocksError(Exception):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 
 class TransferKind(enum.Enum):

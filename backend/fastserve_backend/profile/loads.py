@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 Mix = tuple[tuple[int, int, bool], ...]
 """(tokens in the cache, tokens to run, whether a token is sampled) of each job of an iteration."""

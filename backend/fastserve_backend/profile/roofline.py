@@ -25,9 +25,9 @@ from collections import Counter
 from fastserve_backend.checkpoints.model_config import DTYPE_BYTES, ModelConfig
 from fastserve_backend.checkpoints.partition import check_parallel, layers_of_stages, share_of_kv
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.profile.hardware import GPUS_PER_NODE, Hardware
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 
 # A large GEMM alone reaches 65 to 85% of the peak. A whole prefill reaches about half, because of
 # layer norms, activations, odd shapes and gaps between kernels.

@@ -15,10 +15,10 @@ from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import NewToken, OnJobEnd
 from fastserve_backend.engine.loop_setup import KVMemory, LoopSetup, MakePolicy
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.simulation.simulated_executor import SimulatedExecutor

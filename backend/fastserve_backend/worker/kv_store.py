@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.layer_kinds import BlockNeeds
 from fastserve_backend.models.loader import torch_dtype
+from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 from fastserve_backend.worker.host_limits import host_memory
 
 # On a CPU the cache shares memory with everything else on the machine. Without a number from the

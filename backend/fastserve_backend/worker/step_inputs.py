@@ -16,8 +16,8 @@ import torch
 from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
-from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.models.attention import AttentionBatch, CPUBatch, WorkListBatch
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.worker.staging import Places, Staging
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.rotary_config import Rotary
@@ -141,3 +143,34 @@ def test_a_base_that_one_object_leaves_out_is_that_of_the_other(tmp_path: Path) 
     """``rope_scaling`` has never held the base."""
     alone = LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}
     assert read(tmp_path, alone | {"rope_scaling": LLAMA3}) == read(tmp_path, alone)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        (
+            "Gemma3Text",
+            {"rope_theta": 1e6, "rope_local_base_freq": 700.0, "rope_scaling": None},
+        ),
+        (
+            "Gemma3Text",
+            {"rope_theta": 5e5, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        ),
+        (
+            "Olmo3",
+            {"rope_theta": 5e5, "rope_scaling": YARN | {TRAINED: 64, "attention_factor": 1.2}},
+        ),
+    ],
+)
+def test_rotations_by_type_of_layer_in_older_spelling(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 6}
+    newer = getattr(transformers, f"{family}Config")(**sizes, **deepcopy(fields))
+    older = {"model_type": newer.model_type, **sizes, **fields}
+    written = []
+    for config in (older, newer.to_dict()):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        written.append(load_model_config(str(tmp_path), load_format="dummy"))
+    assert written[0].rotaries == written[1].rotaries  # type: ignore[attr-defined]
+    assert len(set(written[0].rotaries)) == 2  # type: ignore[attr-defined]

@@ -73,15 +73,14 @@ def load_model_config(
         raw, directory = _read(model, load_format)
     except OSError as error:  # such as a directory on the way that may not be searched
         raise ModelError(f"model {model!r} cannot be read: {error.strerror}") from None
-    model_type = raw.choice("model_type", None, tuple(ARCHITECTURES))
+    # Those of `TEXT_OF` are replaced by their text model's; they are listed for the message.
+    model_type = raw.choice("model_type", None, tuple(sorted((*ARCHITECTURES, *TEXT_OF))))
+    if model_type in TEXT_OF:
+        raise raw.error("text_config", "an object with the fields of the text model")
     architecture = ARCHITECTURES[model_type]
     quantized = raw.mapping("quantization_config")
-    if quantized is not None and not quantized.states("quant_method", architecture.quantizations):
-        raise ModelError(
-            f"{raw.source}: quantization_config is set, but quantized checkpoints are not "
-            "supported; use the model's unquantized checkpoint, with quantization int8 if its "
-            "weights are to take less memory"
-        )
+    if quantized is not None:
+        _check_quantization(quantized, model_type)
     config = architecture.read(
         raw,
         name=model,
@@ -113,6 +112,18 @@ def load_model_config(
         ids = tuple(one for one in config.eos_token_ids if one not in beyond)
         config = replace(config, eos_token_ids=ids)
     return config
+
+
+def _check_quantization(quantized: HFConfig, model_type: str) -> None:
+    """Raise ModelError unless checkpoints of this type are read in this quantization."""
+    known = {one: name for name, other in ARCHITECTURES.items() for one in other.quantizations}
+    if quantized.states("quant_method", ARCHITECTURES[model_type].quantizations):
+        return
+    read = ", ".join(f"{one} of {name}" for one, name in known.items())
+    raise ModelError(
+        f"{quantized.error('quant_method', read)}; use the model's unquantized checkpoint, with "
+        "quantization int8 if its weights are to take less memory"
+    )
 
 
 def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:

@@ -209,9 +209,13 @@ class DecoderConfig(ModelConfig):
             norm_eps, ties, end: the family's defaults for the norms' epsilon, a tied head and the
                 end tokens.
 
+            switches: without an ``activation`` it is that of ``hidden_act``, by default silu.
+
         Raises:
             ModelError: a field is wrong.
         """
+        if "activation" not in switches:
+            switches["activation"] = read_activation(raw, "hidden_act", "silu")
         return cls(
             **common,
             architecture=name,

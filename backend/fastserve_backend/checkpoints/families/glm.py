@@ -8,7 +8,6 @@ from fastserve_backend.checkpoints.decoder_config import (
     DecoderConfig,
     NormNames,
     Sizes,
-    read_activation,
 )
 from fastserve_backend.checkpoints.families.rotation import partial_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
@@ -42,6 +41,5 @@ def _read(raw: HFConfig, common: CommonFields, name: str, norms: NormNames) -> D
         end=(151329, 151336, 151338),
         norms=norms,
         qkv_bias=raw.boolean("attention_bias", True),
-        activation=read_activation(raw, "hidden_act", "silu"),
         rotates_neighbours=True,
     )

@@ -7,7 +7,6 @@ from typing import Unpack
 from fastserve_backend.checkpoints.decoder_config import (
     DecoderConfig,
     Sizes,
-    read_activation,
 )
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
@@ -29,7 +28,6 @@ def read_granite(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=raw.boolean("mlp_bias", False),
-        activation=read_activation(raw, "hidden_act", "silu"),
         attention_scale=raw.number("attention_multiplier", 1.0),
         embedding_factor=raw.number("embedding_multiplier", 1.0),
         residual_factor=raw.number("residual_multiplier", 1.0),

@@ -79,5 +79,4 @@ def read_stablelm(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfi
         norm="layer",
         norm_has_bias=True,
         qkv_bias=raw.boolean("use_qkv_bias", False),
-        activation=read_activation(raw, "hidden_act", "silu"),
     )

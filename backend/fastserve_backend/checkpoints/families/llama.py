@@ -53,7 +53,6 @@ def read_llama(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=raw.boolean("mlp_bias", False),
-        activation=read_activation(raw, "hidden_act", "silu"),
     )
 
 
@@ -98,7 +97,6 @@ def read_cwm(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         [whole_rotary(raw, sizes, theta=1e6)],
         norm_eps=raw.number("rms_norm_eps", 1e-5),
         end=(128001, 128008, 128009),
-        activation=read_activation(raw, "hidden_act", "silu"),
         window_of_layer=windows,
     )
 
@@ -121,7 +119,6 @@ def read_ernie4_5(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfi
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=has_bias,
-        activation=read_activation(raw, "hidden_act", "silu"),
         rotates_neighbours=True,
     )
 
@@ -141,7 +138,6 @@ def read_helium(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         norm_eps=raw.number("rms_norm_eps", 1e-8),
         qkv_bias=raw.boolean("attention_bias", False),
         mlp_bias=raw.boolean("mlp_bias", False),
-        activation=read_activation(raw, "hidden_act", "silu"),
         rotates_neighbours=True,
     )
 
@@ -162,5 +158,4 @@ def read_seed_oss(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfi
         qkv_bias=raw.boolean("attention_bias", True),
         out_bias=raw.boolean("attention_out_bias", False),
         mlp_bias=raw.boolean("mlp_bias", False),
-        activation=read_activation(raw, "hidden_act", "silu"),
     )

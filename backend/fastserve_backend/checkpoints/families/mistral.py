@@ -10,7 +10,6 @@ from fastserve_backend.checkpoints.decoder_config import (
     SLIDING,
     DecoderConfig,
     Sizes,
-    read_activation,
     read_windows,
 )
 from fastserve_backend.checkpoints.families.published import published
@@ -33,7 +32,6 @@ def read_mistral(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
         sizes,
         [whole_rotary(raw, sizes)],
         norm_eps=raw.number("rms_norm_eps", 1e-6),
-        activation=read_activation(raw, "hidden_act", "silu"),
         window_of_layer=(window,) * sizes.layers,
     )
 
@@ -50,7 +48,6 @@ def read_ministral(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
         sizes,
         [whole_rotary(raw, sizes)],
         norm_eps=raw.number("rms_norm_eps", 1e-6),
-        activation=read_activation(raw, "hidden_act", "silu"),
         window_of_layer=windows,
     )
 
@@ -70,7 +67,6 @@ def read_ministral3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderCon
         sizes,
         [whole_rotary(raw, sizes, theta=1e6)],
         norm_eps=raw.number("rms_norm_eps", 1e-5),
-        activation=read_activation(raw, "hidden_act", "silu"),
         window_of_layer=(raw.optional_integer("sliding_window"),) * sizes.layers,
     )
 

@@ -14,6 +14,7 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_windows,
 )
 from fastserve_backend.checkpoints.experts_config import ClampedGate, ExpertsConfig, read_choices
+from fastserve_backend.checkpoints.families.qwen import asked_window
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
@@ -100,9 +101,7 @@ def read_qwen2_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
     sizes = Sizes.read(
         raw, layers=24, hidden=2048, heads=16, ffn=5632, vocab=151936, positions=32768
     )
-    window, last = None, raw.integer("max_window_layers", 28)
-    if raw.boolean("use_sliding_window", False):
-        window = raw.optional_integer("sliding_window", 4096)
+    window, last = asked_window(raw), raw.integer("max_window_layers", 28)
     default = [
         FULL if window is None or layer % 2 or layer >= last else SLIDING
         for layer in range(sizes.layers)
@@ -130,9 +129,6 @@ def read_qwen3_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
         raw, layers=24, hidden=2048, heads=32, kv_heads=4, ffn=6144, vocab=151936, positions=32768
     )
     has_bias = raw.boolean("attention_bias", False)
-    window = None
-    if raw.boolean("use_sliding_window", False):
-        window = raw.optional_integer("sliding_window", 4096)
     return DecoderConfig.read(
         raw,
         common,
@@ -144,7 +140,7 @@ def read_qwen3_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
         qk_norm="head",
         qkv_bias=has_bias,
         out_bias=has_bias,
-        window_of_layer=(window,) * sizes.layers,
+        window_of_layer=(asked_window(raw),) * sizes.layers,
         experts=_qwen_experts(raw, 128, 8, 768),
         dense_layers=_dense_layers(raw, sizes.layers),
     )

@@ -10,7 +10,6 @@ from fastserve_backend.checkpoints.decoder_config import (
     SLIDING,
     DecoderConfig,
     Sizes,
-    read_activation,
     read_windows,
 )
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
@@ -35,7 +34,6 @@ def read_olmo(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         norm_has_weight=False,
         qkv_bias=has_bias,
         out_bias=has_bias,
-        activation=read_activation(raw, "hidden_act", "silu"),
         clip_qkv=raw.optional_number("clip_qkv"),
     )
 
@@ -55,7 +53,6 @@ def read_olmo2(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         qk_norm="all_heads",
         qkv_bias=has_bias,
         out_bias=has_bias,
-        activation=read_activation(raw, "hidden_act", "silu"),
     )
 
 
@@ -81,7 +78,6 @@ def read_olmo3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         qk_norm="all_heads",
         qkv_bias=has_bias,
         out_bias=has_bias,
-        activation=read_activation(raw, "hidden_act", "silu"),
         rotary_of_layer=tuple((FULL, SLIDING).index(one) for one in types),
         window_of_layer=windows,
     )
@@ -107,7 +103,6 @@ def read_exaone4(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
         norm_eps=raw.number("rms_norm_eps", 1e-5),
         norms=NORMS_AFTER,
         qk_norm="head",
-        activation=read_activation(raw, "hidden_act", "silu"),
         rotary_of_layer=rotations,
         window_of_layer=windows,
     )

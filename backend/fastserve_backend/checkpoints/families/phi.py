@@ -7,7 +7,6 @@ from typing import Unpack
 from fastserve_backend.checkpoints.decoder_config import (
     DecoderConfig,
     Sizes,
-    read_activation,
 )
 from fastserve_backend.checkpoints.families.rotation import partial_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
@@ -24,6 +23,5 @@ def read_phi3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         [partial_rotary(raw, sizes, share=1.0)],
         norm_eps=raw.number("rms_norm_eps", 1e-5),
         end=(32000,),
-        activation=read_activation(raw, "hidden_act", "silu"),
         window_of_layer=(raw.optional_integer("sliding_window"),) * sizes.layers,
     )

@@ -11,7 +11,6 @@ from fastserve_backend.checkpoints.decoder_config import (
     SLIDING,
     DecoderConfig,
     Sizes,
-    read_activation,
     read_windows,
 )
 from fastserve_backend.checkpoints.families.published import published
@@ -31,11 +30,15 @@ QWEN3: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+def asked_window(raw: HFConfig) -> int | None:
+    """The window of Qwen's layers with windows, which are off unless asked for."""
+    is_asked = raw.boolean("use_sliding_window", False)
+    return raw.optional_integer("sliding_window", 4096) if is_asked else None
+
+
 def _windows(raw: HFConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Windows are for the layers from ``max_window_layers`` on, and off unless asked for."""
-    window = None
-    if raw.boolean("use_sliding_window", False):
-        window = raw.optional_integer("sliding_window", 4096)
+    """Windows are for the layers from ``max_window_layers`` on."""
+    window = asked_window(raw)
     first = num_layers if window is None else raw.integer("max_window_layers", 28)
     default = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return read_windows(raw, window, default)[1]
@@ -55,7 +58,6 @@ def read_qwen2(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         norm_eps=raw.number("rms_norm_eps", 1e-6),
         end=(),
         qkv_bias=True,
-        activation=read_activation(raw, "hidden_act", "silu"),
         window_of_layer=_windows(raw, sizes.layers),
     )
 
@@ -77,6 +79,5 @@ def read_qwen3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         qk_norm="head",
         qkv_bias=has_bias,
         out_bias=has_bias,
-        activation=read_activation(raw, "hidden_act", "silu"),
         window_of_layer=_windows(raw, sizes.layers),
     )

@@ -9,7 +9,6 @@ from fastserve_backend.checkpoints.decoder_config import (
     SLIDING,
     DecoderConfig,
     Sizes,
-    read_activation,
     read_windows,
 )
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
@@ -43,7 +42,6 @@ def read_smollm3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=raw.boolean("mlp_bias", False),
-        activation=read_activation(raw, "hidden_act", "silu"),
         rotary_of_layer=tuple(0 if rotated else None for rotated in rotates),
         window_of_layer=tuple(window if one == SLIDING else None for one in types),
     )

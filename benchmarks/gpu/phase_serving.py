@@ -55,6 +55,8 @@ BUSY_SHARE = 0.6
 """Share of a run's time that full batches need for its jobs. The last jobs end in batches that are
 not full."""
 FEWEST_JOBS = 6
+TIME_SHARE = 0.9
+"""Share of the phase's time for the runs; the rest is for loading the ranks."""
 STRATEGY_WEIGHT = 0.5
 """Time of a strategy's run over that of a policy's run."""
 SETTINGS: Mapping[str, Mapping[str, int]] = {
@@ -144,8 +146,10 @@ def run(context: Context) -> None:
     tasks = [(1.0, task) for task in policies]
     tasks += [(STRATEGY_WEIGHT, task) for task in strategies]
     try:
-        for index, (weight, task) in enumerate(tasks):
-            task(context.left_s() * weight / sum(other for other, _ in tasks[index:]))
+        # All runs of a kind last equally long, so that they serve the same jobs.
+        unit_s = TIME_SHARE * context.left_s() / sum(weight for weight, _ in tasks)
+        for weight, task in tasks:
+            task(weight * unit_s)
     finally:
         ranks.end()
 

@@ -203,7 +203,7 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, width]."""
-        return self.table[ids]
+        return ops.lookup_rows(self.table, ids)
 
     def _take(self, tensor: Tensor) -> None:
         # A copy, because lookups in a mapped file would wait for its pages while serving.
@@ -222,10 +222,8 @@ class VocabEmbedding(Embedding):
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self._part.tensor.size == 1:
-            return self.table[ids]
-        absent = (ids < self._rows.start) | (ids >= self._rows.stop)
-        looked_up = self.table[(ids - self._rows.start).masked_fill_(absent, 0)]
-        return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
+            return super().__call__(ids)
+        return self._part.tensor.sum(ops.lookup_part(self.table, ids, self._rows.start))
 
 
 class LayerNorm:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import Quantization
@@ -42,7 +45,7 @@ class TensorGroup:
     def sum(self, x: Tensor) -> Tensor:
         """Replace every rank's ``x`` by the sum of all; returns ``x``."""
         if self.size > 1:
-            dist.all_reduce(x, group=self._process_group)
+            ops.call_on_rows(partial(dist.all_reduce, group=self._process_group), x)
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -57,12 +60,21 @@ class TensorGroup:
         if self.size == 1:
             return x
         widths = [len(span(num_columns, rank, self.size)) for rank in range(self.size)]
-        x = F.pad(x, (0, widths[0] - widths[self.rank]))  # gather needs parts of one size
-        parts = [torch.empty_like(x) for _ in widths] if self.is_first else None
-        dist.gather(x, parts, group=self._process_group, group_dst=0)
-        if parts is None:
+        if not self.is_first:
+            ops.call_on_rows(partial(self._gather, widths), x)
             return None
-        return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], dim=1)
+        joined = ops.empty((len(x), num_columns), x)
+        ops.call_on_rows(partial(self._gather, widths), x, joined)
+        return joined
+
+    def _gather(self, widths: Sequence[int], x: Tensor, joined: Tensor | None = None) -> None:
+        """Fill `joined`, on the first rank, from all ranks' x."""
+        x = F.pad(x, (0, widths[0] - widths[self.rank]))  # gather needs parts of one size
+        parts = None if joined is None else [torch.empty_like(x) for _ in widths]
+        dist.gather(x, parts, group=self._process_group, group_dst=0)
+        if joined is not None and parts is not None:
+            of_ranks = [part[:, :n] for part, n in zip(parts, widths, strict=True)]
+            torch.cat(of_ranks, dim=1, out=joined)
 
 
 ALONE = TensorGroup()

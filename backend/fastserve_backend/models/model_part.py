@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,7 +44,7 @@ class TensorGroup:
     def sum(self, x: Tensor) -> Tensor:
         """Replace every rank's ``x`` by the sum of all; returns ``x``."""
         if self.size > 1:
-            ops.call_on_rows(partial(dist.all_reduce, group=self._process_group), x)
+            ops.call_on_rows(self._sum, x)
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -59,16 +58,20 @@ class TensorGroup:
         None on the others."""
         if self.size == 1:
             return x
-        widths = [len(span(num_columns, rank, self.size)) for rank in range(self.size)]
+        gather = partial(self._gather, num_columns)
         if not self.is_first:
-            ops.call_on_rows(partial(self._gather, widths), x)
+            ops.call_on_rows(gather, x)
             return None
         joined = ops.empty((len(x), num_columns), x)
-        ops.call_on_rows(partial(self._gather, widths), x, joined)
+        ops.call_on_rows(gather, x, joined)
         return joined
 
-    def _gather(self, widths: Sequence[int], x: Tensor, joined: Tensor | None = None) -> None:
+    def _sum(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self._process_group)
+
+    def _gather(self, num_columns: int, x: Tensor, joined: Tensor | None = None) -> None:
         """Fill `joined`, on the first rank, from all ranks' x."""
+        widths = [len(span(num_columns, rank, self.size)) for rank in range(self.size)]
         x = F.pad(x, (0, widths[0] - widths[self.rank]))  # gather needs parts of one size
         parts = None if joined is None else [torch.empty_like(x) for _ in widths]
         dist.gather(x, parts, group=self._process_group, group_dst=0)

@@ -5,7 +5,7 @@ They run on a CPU's implementations, on the GPU's in Triton's interpreter, and o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import kernel_reference as reference
 import torch
@@ -344,12 +344,13 @@ def _in_place(
 ) -> Iterator[Comparison]:
     """What is beside the rows stays."""
     factors = torch.rand(rows, 1)
-    for what, change, expected in (
+    changes: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
         ("scale_", lambda x: ops.scale_(x, 0.22), lambda x: x * 0.22),
         ("scale_rows_", lambda x: ops.scale_rows_(x, factors.to(device)), lambda x: x * factors),
         ("clamp_", lambda x: ops.clamp_(x, 0.75), lambda x: x.clamp(-0.75, 0.75)),
         ("soft_cap_", lambda x: ops.soft_cap_(x, 1.5), lambda x: (x / 1.5).tanh() * 1.5),
-    ):
+    ]
+    for what, change, expected in changes:
         wide = torch.randn(rows, size + 5).to(dtype)
         changed = wide.to(device, copy=True)
         inner = changed[:, 2 : size + 2]

@@ -93,7 +93,7 @@ class StepRecorder:
         assert of_thread.recorder is None
         of_thread.recorder = self
         try:
-            with _ViewsOnly():
+            with _ViewsOnly():  # type: ignore[no-untyped-call]
                 yield
         finally:
             of_thread.recorder = None

@@ -8,8 +8,10 @@ from typing import cast
 import torch
 
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
+from fastserve_backend.checkpoints.gguf_index import INDEX_FILE
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.gguf_weights import gguf_tensors
 from fastserve_backend.models.model_part import ALONE, ModelPart, TensorGroup
 from fastserve_backend.models.weights import (
     checkpoint_tensors,
@@ -60,5 +62,8 @@ def load_model(
         model.load_weights(dummy_tensors(parameters, num_elements, dtype, device))
     else:
         assert config.directory is not None  # only dummy configurations have no files
-        model.load_weights(checkpoint_tensors(Path(config.directory)), everything.keys())
+        directory = Path(config.directory)
+        is_gguf = (directory / INDEX_FILE).is_file()
+        source = gguf_tensors(directory) if is_gguf else checkpoint_tensors(directory)
+        model.load_weights(source, everything.keys())
     return model

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal, TypedDict
 
 from fastserve_backend.checkpoints.layer_groups import LayerGroups
+from fastserve_backend.checkpoints.quantization_config import StoredQuantization
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -58,6 +59,8 @@ class ModelConfig:
     max_model_len: int
     dtype: DType
     quantization: Quantization | None = None
+    stored_quantization: StoredQuantization | None = None
+    """The format of the checkpoint's linear layers, if they are quantized."""
     kv_dtype: KVDType = "same"
     """Type of the cache on the device."""
     kv_layers: int | None = None

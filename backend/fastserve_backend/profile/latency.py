@@ -96,6 +96,8 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
     shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
     if model.quantization is None:
         del shape["quantization"]
+    if model.stored_quantization is None:
+        del shape["stored_quantization"]
     if model.kv_dtype == "same":
         del shape["kv_dtype"]
     plain: dict[str, Any] = json.loads(json.dumps(shape))  # to compare equal to a shape from a file

@@ -41,7 +41,7 @@ from fastserve_backend.models.weights import (
 _log = logging.getLogger(__name__)
 
 _WORD = 32  # bits
-_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of outputs 0 to 7 in a word
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in a word
 
 _PARTS: Mapping[Layout, frozenset[str]] = {
     "awq": frozenset(("qweight", "qzeros", "scales")),
@@ -133,10 +133,8 @@ class _Layer:
         return StoredTensor(name, shape, self._stored.format, True, self._read)
 
     def _read(self, shard: Shard) -> StoredWeight:
-        rows, columns = (*shard, slice(None), slice(None))[:2]
-        return self._read_part(range(self._out)[rows], range(self._in)[columns])
-
-    def _read_part(self, rows: range, columns: range) -> StoredWeight:
+        of_rows, of_columns = (*shard, slice(None), slice(None))[:2]
+        rows, columns = range(self._out)[of_rows], range(self._in)[of_columns]
         codes = self._read_codes(rows, columns)
         groups = torch.arange(columns.start, columns.stop) // self._columns
         order = None
@@ -148,15 +146,11 @@ class _Layer:
             own = self._read_groups(columns)
             if not torch.equal(own, groups):
                 order = own.argsort(stable=True)
-                if not torch.equal(own[order], groups):
-                    return self._dequantized(codes, rows, own)
+                if not torch.equal(own[order], groups):  # groups have different sizes here
+                    self._cut.append(self._name)
+                    return self._weight(codes, rows, own, 1, None).dequantized(torch.float32)
                 codes = codes[:, order]
         return self._weight(codes, rows, groups[::size], size, order)
-
-    def _dequantized(self, codes: Tensor, rows: range, groups: Tensor) -> Tensor:
-        """Columns whose groups have different sizes here."""
-        self._cut.append(self._name)
-        return self._weight(codes, rows, groups, 1, None).dequantized(torch.float32)
 
     def _weight(
         self, codes: Tensor, rows: range, groups: Tensor, size: int, order: Tensor | None
@@ -197,18 +191,17 @@ class _Layer:
             codes = read((of_rows, of_columns))
             return codes if self._stored.is_float else codes.view(torch.uint8) ^ 0x80
         if layout == "awq":
-            return self._unpacked(lambda words: read((of_columns, words)), rows).T
+            return self._unpacked(lambda words: read((of_columns, words)).T, rows, 0)
         if layout == "gptq":
-            return self._unpacked(lambda words: read((words, of_rows)).T, columns)
-        return self._unpacked(lambda words: read((of_rows, words)), columns)
+            return self._unpacked(lambda words: read((words, of_rows)).T, columns, 1)
+        return self._unpacked(lambda words: read((of_rows, words)), columns, 1)
 
     def _read_scales(self, rows: range, groups: range) -> Tensor:
         """[rows, groups]."""
         of_groups = slice(groups.start, groups.stop)
         own = slice(rows.start // self._rows, -(-rows.stop // self._rows))
         if len(self._scales.shape) < 2:
-            scales = self._scales.read_dequantized(())
-            scales = scales.view(-1, 1)[own]
+            scales = self._scales.read_dequantized(()).view(-1, 1)[own]
         elif self._is_transposed:
             scales = self._scales.read_dequantized((of_groups, own)).T
         else:
@@ -224,17 +217,17 @@ class _Layer:
         if self._zeros.dtype in _INT8:
             return read((slice(rows.start, rows.stop), of_groups)).short() + self._center
         if not self._is_transposed:
-            return self._unpacked(lambda words: read((words, of_groups)).T, rows).T.short()
+            return self._unpacked(lambda words: read((words, of_groups)), rows, 0).short()
         # Added to whole words: carries undo the borrows that the subtraction had.
         ones = sum(1 << bit for bit in range(0, _WORD, self._stored.bits))
         more = ones if self._stored.zeros_less_one else 0
-        return self._unpacked(lambda words: read((of_groups, words)) + more, rows).T.short()
+        return self._unpacked(lambda words: read((of_groups, words)).T + more, rows, 0).short()
 
     def _read_groups(self, columns: range) -> Tensor:
         """int64 [columns]."""
         assert self._groups is not None
-        read = self._groups.read_dequantized((slice(columns.start, columns.stop),))
-        groups = read.long()
+        stored = self._groups.read_dequantized((slice(columns.start, columns.stop),))
+        groups = stored.long()
         if bool(((groups < 0) | (groups >= self._num_groups)).any()):
             raise ModelError(
                 f"checkpoint tensor {self._groups.name} names groups that are not among the "
@@ -242,20 +235,23 @@ class _Layer:
             )
         return groups
 
-    def _unpacked(self, read: Callable[[slice], Tensor], part: range) -> Tensor:
-        """Some of the numbers that are packed in the last dimension, uint8 [..., part].
+    def _unpacked(self, read: Callable[[slice], Tensor], part: range, dim: int) -> Tensor:
+        """Some of the numbers that are packed in dimension `dim` of a matrix, uint8.
 
-        read: reads some words of each row.
+        read: reads some words of that dimension.
         """
         first = part.start // self._per_word
-        words = read(slice(first, -(-part.stop // self._per_word))).contiguous()
-        numbers = words.view(torch.uint8)  # the lowest byte is first
-        if self._stored.bits == 4:
-            numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
-        if self._stored.layout == "awq":
-            numbers = numbers.unflatten(1, (-1, self._per_word))[..., _AWQ_PLACES].flatten(1)
-        start = part.start - first * self._per_word
-        return numbers[:, start : start + len(part)]
+        words = read(slice(first, -(-part.stop // self._per_word)))
+        words = words.clone(memory_format=torch.contiguous_format)
+        by_byte = words.view(torch.uint8).unflatten(1, (-1, 4))  # the lowest byte is first
+        numbers = []
+        for place in _AWQ_PLACES if self._stored.layout == "awq" else range(self._per_word):
+            byte = by_byte[..., place * self._stored.bits // 8]
+            if self._stored.bits == 4:
+                byte = byte >> 4 if place % 2 else byte & 15
+            numbers.append(byte)
+        unpacked = torch.stack(numbers, dim + 1).flatten(dim, dim + 1)
+        return unpacked.narrow(dim, part.start - first * self._per_word, len(part))
 
     def _codes_tensor(self) -> StoredTensor:
         layout = self._stored.layout

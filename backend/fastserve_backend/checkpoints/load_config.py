@@ -24,10 +24,13 @@ from fastserve_backend.checkpoints.model_config import (
     ModelConfig,
     Quantization,
 )
+from fastserve_backend.checkpoints.quantization_config import read_quantization
 
 _log = logging.getLogger(__name__)
 
 _EOS = "eos_token_id"
+# Fields of a model that also reads images which tell about its text model.
+_OF_TEXT = (_EOS, "dtype", "torch_dtype", "quantization_config", "compression_config")
 
 GENERATION_FILE = "generation_config.json"
 
@@ -79,9 +82,7 @@ def load_model_config(
     if model_type in TEXT_OF:
         raise raw.error("text_config", "an object with the fields of the text model")
     architecture = ARCHITECTURES[model_type]
-    quantized = raw.mapping("quantization_config")
-    if quantized is not None:
-        _check_quantization(quantized, model_type)
+    stored = read_quantization(raw, model_type)
     config = architecture.read(
         raw,
         name=model,
@@ -91,8 +92,15 @@ def load_model_config(
         quantization=None if quantization == "as_stored" else quantization,
         kv_dtype=kv_dtype,
     )
-    if config.quantization is None and load_format == "auto":
+    if stored is not None:
+        config = replace(config, stored_quantization=stored)
+    elif config.quantization is None and load_format == "auto":
         config = _as_stored(config)
+    if quantization == "int4" and config.num_expert_parameters:
+        raise ModelError(
+            f"model {model!r} is a mixture of experts, whose weights cannot be rounded to int4; "
+            "set quantization to int8"
+        )
     # If no file has the field, the ids are the architecture's default.
     if config.eos_token_ids != raw.token_ids(_EOS, ()):
         config = replace(config, eos_is_default=True)
@@ -128,18 +136,6 @@ def _as_stored(config: ModelConfig) -> ModelConfig:
     return replace(config, quantization="as_stored", stored_weight_bytes=num_bytes)
 
 
-def _check_quantization(quantized: HFConfig, model_type: str) -> None:
-    """Raise ModelError unless checkpoints of this type are read in this quantization."""
-    known = {one: name for name, other in ARCHITECTURES.items() for one in other.quantizations}
-    if quantized.states("quant_method", ARCHITECTURES[model_type].quantizations):
-        return
-    read = ", ".join(f"{one} of {name}" for one, name in known.items())
-    raise ModelError(
-        f"{quantized.error('quant_method', read)}; use the model's unquantized checkpoint, with "
-        "quantization int8 if its weights are to take less memory"
-    )
-
-
 def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     builtin = _builtins().get(model)
     if builtin is not None and not Path(model).is_dir():
@@ -169,7 +165,7 @@ def _text_model(raw: dict[str, Any], model: str) -> dict[str, Any]:
     if text_type is None or not isinstance(text, dict):
         return raw
     _log.warning("model %r also reads images: only its text model is served", model)
-    whole = {name: raw[name] for name in (_EOS, "dtype", "torch_dtype") if name in raw}
+    whole = {name: raw[name] for name in _OF_TEXT if name in raw}
     ties = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     return {"model_type": text_type, **ties, **text, **whole}
 

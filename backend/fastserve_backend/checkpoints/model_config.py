@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal, TypedDict
 
 from fastserve_backend.checkpoints.layer_groups import LayerGroups
+from fastserve_backend.checkpoints.quantization_config import StoredQuantization
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -60,6 +61,8 @@ class ModelConfig:
     quantization: Quantization | None = None
     stored_weight_bytes: int | None = None
     """Bytes of all weights in memory, if `quantization` is as_stored; None otherwise."""
+    stored_quantization: StoredQuantization | None = None
+    """The format of the checkpoint's linear layers, if they are quantized."""
     kv_dtype: KVDType = "same"
     """Type of the cache on the device."""
     kv_layers: int | None = None

@@ -94,7 +94,7 @@ class Identity:
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """The part of a model's configuration that iteration times depend on."""
     shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
-    for key in ("quantization", "stored_weight_bytes"):
+    for key in ("quantization", "stored_weight_bytes", "stored_quantization"):
         if shape[key] is None:
             del shape[key]
     if model.kv_dtype == "same":

@@ -47,6 +47,7 @@ from fastserve_kernels.cpu.operations import of_thread
 from fastserve_kernels.grouped_linear import GroupedLinear
 from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
+from fastserve_kernels.quantized_linear import QuantizedLinear
 from fastserve_kernels.routes import Routes
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "GroupedLinear",
     "Int8Linear",
     "PackedLinear",
+    "QuantizedLinear",
     "Routes",
     "activate",
     "activate_mul",
@@ -83,6 +85,7 @@ __all__ = [
     "soft_cap_",
     "sort_choices",
     "sum_choices",
+    "take_columns",
     "uses_triton",
     "zeros_like",
 ]
@@ -198,6 +201,11 @@ def lookup_part(table: Tensor, ids: Tensor, first: int) -> Tensor:
     ids: int64 [T], contiguous, of the whole table.
     """
     return (compiled_for(table) or plain_torch).lookup_rows(table, ids, first)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """Columns of x [T, n], rows contiguous: columns int64 [m], contiguous -> [T, m]."""
+    return (compiled_for(x) or plain_torch).take_columns(x, columns)
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -336,6 +336,9 @@ def _activate_mul(
 def _add(dtype: torch.dtype, rows: int, size: int, device: torch.device) -> Iterator[Comparison]:
     x, y = _strided(rows, size, dtype, device), _strided(rows, size, dtype, device, gap=8)
     yield near("sum", ops.add(x, y).cpu(), x.cpu().double() + y.cpu().double(), dtype)
+    columns = torch.randint(size, (2 * size,)) if size else torch.zeros(0, dtype=torch.int64)
+    taken = ops.take_columns(x, columns.to(device)).cpu()
+    yield Comparison("columns", taken, x.cpu()[:, columns])
     yield Comparison("zeros", ops.zeros_like(x).cpu(), torch.zeros(rows, size))
 
 

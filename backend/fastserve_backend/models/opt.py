@@ -73,7 +73,10 @@ class OPTModel(CausalLM):
         projected = embed != hidden
         self._tokens = VocabEmbedding(config.vocab_size, embed, part=part)
         self._positions = Embedding(
-            config.max_position_embeddings + POSITION_OFFSET, hidden, part=part
+            config.max_position_embeddings + POSITION_OFFSET,
+            hidden,
+            part=part,
+            first_id=-POSITION_OFFSET,
         )
         self._project_in = linear(embed, {"project_in": hidden}) if projected else None
         project_out = linear(hidden, {"project_out": embed}) if projected else None
@@ -125,7 +128,7 @@ class OPTModel(CausalLM):
             update = self._tokens(token_ids)
             if self._project_in is not None:
                 update = self._project_in(update)
-            residual = ops.lookup_rows(self._positions.table[POSITION_OFFSET:], positions)
+            residual = self._positions(positions)
         if self.config.do_layer_norm_before:
             return self._output(self._pre_norm(update, residual, batch, kv), sampled)
         return self._output(self._post_norm(ops.add(update, residual), batch, kv), sampled)

@@ -110,6 +110,11 @@ def lookup_rows(table: Tensor, ids: Tensor, first: int | None) -> Tensor:
     return table[(ids - first).masked_fill_(absent, 0)].masked_fill_(absent[:, None], 0)
 
 
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """See `ops.take_columns`."""
+    return x[:, columns]
+
+
 def zeros_like(x: Tensor) -> Tensor:
     """See `ops.zeros_like`."""
     return torch.zeros_like(x)

@@ -23,6 +23,18 @@ static void lookup_rows_any(const Team* team, char* out, const char* table, cons
     });
 }
 
+// out[i, j] = x[i, columns[j]].
+static void take_columns_any(const Team* team, int64_t dtype, void* out, const void* x,
+                             const int64_t* columns, int64_t rows, int64_t size, int64_t stride) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        for_rows(team, rows, size, [=, target = (T*)out, source = (const T*)x](int64_t i) {
+            for (int64_t j = 0; j < size; ++j)
+                target[i * size + j] = source[i * stride + columns[j]];
+        });
+    });
+}
+
 static void zero_rows_any(const Team* team, char* out, int64_t rows, int64_t bytes) {
     for_rows(team, rows, bytes, [=](int64_t i) { std::memset(out + i * bytes, 0, bytes); });
 }
@@ -113,6 +125,7 @@ static void activate_any(const Team* team, int64_t dtype, const void* x, void* o
 }  // namespace fastserve
 
 OPERATION(fs_lookup_rows, lookup_rows_any)
+OPERATION(fs_take_columns, take_columns_any)
 OPERATION(fs_zero_rows, zero_rows_any)
 OPERATION(fs_add, add_any)
 OPERATION(fs_scale, scale_any)

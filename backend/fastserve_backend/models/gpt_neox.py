@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from fastserve_kernels import ops
 from torch import Tensor
 

@@ -43,6 +43,7 @@ from fastserve_kernels.cpu import plain_torch
 from fastserve_kernels.grouped_linear import GroupedLinear
 from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
+from fastserve_kernels.quantized_linear import QuantizedLinear
 from fastserve_kernels.routes import Routes
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "GroupedLinear",
     "Int8Linear",
     "PackedLinear",
+    "QuantizedLinear",
     "Routes",
     "add_layer_norm",
     "add_rms_norm",

@@ -12,8 +12,9 @@ from fastserve_backend.checkpoints.layer_groups import LayerGroups
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["int8"]
-"""The type to which the weights of linear layers are rounded when they are loaded."""
+Quantization = Literal["int8", "int4", "as_stored"]
+"""How the weights of linear layers are kept: rounded to 8 or 4 bits when they are loaded, or as the
+checkpoint stores them."""
 KVDType = Literal["same", "int8"]
 """The type of keys and values: the model's own, or 8 bits with scales."""
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.models.attention import AttentionBatch
@@ -20,6 +21,7 @@ from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import (
     Parameter,
     StoredTensor,
+    StoredWeight,
     WeightSource,
     check_tensor,
     load_parameters,
@@ -133,6 +135,13 @@ class CausalLM(ABC):
             _log.warning("checkpoint tensors that the model does not use: %s", some_of(unused))
 
 
+def _are_equal(own: StoredWeight, table: Tensor | ops.QuantizedLinear) -> bool:
+    """Whether they surely have the same values. Quantized tables are not compared."""
+    if isinstance(own, Tensor) and isinstance(table, Tensor):
+        return torch.equal(own.to(table), table)
+    return False
+
+
 def _module(name: str) -> str:
     """The module of a tensor: the first part of its name."""
     return name.partition(".")[0]
@@ -219,7 +228,7 @@ class LMHead:
             return
         if len(tables) == 2:
             own = tables[self._tensor_name].read(self._parameter.shard)
-            if not torch.equal(own.to(embedding.table), embedding.table):
+            if not _are_equal(own, embedding.table):
                 self._parameter.load(own)
                 return
         self._linear.tie(embedding.table)

@@ -76,7 +76,9 @@ def _joined(stored: StoredTensor, halves: dict[str, StoredTensor]) -> StoredTens
 
 def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, shard: Shard) -> Tensor:
     """Of a shard of experts alone."""
-    return dequantized(blocks.read(shard), scales.read(shard)).transpose(1, 2)
+    return dequantized(blocks.read_dequantized(shard), scales.read_dequantized(shard)).transpose(
+        1, 2
+    )
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -122,5 +124,5 @@ def _read_expert(
     assert shard == ()
     of_expert = slice(expert, expert + 1)
     if is_transposed:
-        return stored.read((of_expert,))[0].T
-    return stored.read((of_expert, rows))[0]
+        return stored.read_dequantized((of_expert,))[0].T
+    return stored.read_dequantized((of_expert, rows))[0]

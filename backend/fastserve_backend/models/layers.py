@@ -7,16 +7,17 @@ the caller runs everything under `torch.inference_mode`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from fastserve_kernels import ops
+from fastserve_kernels.quantized_weight import QuantizedWeight
 from fastserve_kernels.weight_quantization import row_magnitudes
 from torch import Tensor
 
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.weights import Parameter
+from fastserve_backend.models.weights import Parameter, StoredWeight
 
 
 class Linear:
@@ -42,7 +43,8 @@ class Linear:
         self._part = part
         self._has_bias, self._relu = bias, relu
         self._waiting = len(parts) * (2 if bias else 1)
-        self._weight: Tensor | None = None
+        self._weights: dict[str, StoredWeight] = {}
+        """This rank's part of the checkpoint layers, by name."""
         self._bias: Tensor | None = None
         self._magnitudes: Tensor | None = None
         """Of whole rows, if the weight has only some of their columns."""
@@ -59,8 +61,9 @@ class Linear:
             target = slice(start, start + count)
             wanted[f"{part}.weight"] = Parameter(
                 (size, self._in_features),
-                partial(self._take_weight, target),
+                partial(self._take_weight, part, target),
                 shard=(rows, columns),
+                takes_quantized=True,
             )
             if self._has_bias:
                 wanted[f"{part}.bias"] = Parameter(
@@ -74,10 +77,13 @@ class Linear:
         assert self._packed is not None, "weights are not loaded"
         return self._packed(x)
 
-    def tie(self, table: Tensor) -> None:
+    def tie(self, table: Tensor | ops.QuantizedLinear) -> None:
         """Use `table` [out, in] as the weight. It is shared if the device allows that, and the
-        embedding's own copy stays unquantized."""
-        self._packed = self._pack(table, None)
+        embedding's own copy stays as it is."""
+        if isinstance(table, ops.QuantizedLinear):
+            self._packed = table
+        else:
+            self._packed = self._pack([table], None)
 
     def _rows(self, size: int) -> slice:
         """This rank's part of `size` out features."""
@@ -92,13 +98,13 @@ class Linear:
         height = sum(one.stop - one.start for one in rows)
         return torch.empty(height, *more, dtype=self._part.dtype, device=self._part.device)
 
-    def _take_weight(self, rows: slice, tensor: Tensor) -> None:
-        if len(self._parts) == 1:
-            self._weight = tensor.to(self._part.device, self._part.dtype)
-        else:
-            if self._weight is None:
-                self._weight = self._empty(tensor.shape[1])
-            self._weight[rows] = tensor
+    def _take_weight(self, name: str, rows: slice, weight: StoredWeight) -> None:
+        """rows: where the part is in the stacked weight."""
+        if isinstance(weight, QuantizedWeight) and self._part.quantization == "int8":
+            weight = weight.dequantized(self._part.dtype)
+        if isinstance(weight, Tensor):
+            weight = weight.to(self._part.device, self._part.dtype)
+        self._weights[name] = weight
         self._pack_when_complete()
 
     def _take_bias(self, rows: slice, tensor: Tensor) -> None:
@@ -110,15 +116,24 @@ class Linear:
     def _pack_when_complete(self) -> None:
         self._waiting -= 1
         if self._waiting == 0:
-            assert self._weight is not None
-            self._packed = self._pack(self._weight, self._bias)
+            self._packed = self._pack([self._weights[name] for name in self._parts], self._bias)
             # Only the packed form stays.
-            self._weight = self._bias = self._magnitudes = None
+            self._weights.clear()
+            self._bias = self._magnitudes = None
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        if self._part.quantization is None:
-            return ops.PackedLinear(weight, bias, self._relu)
-        return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
+    def _pack(
+        self, weights: Sequence[StoredWeight], bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
+        plain = [one for one in weights if isinstance(one, Tensor)]
+        if len(plain) < len(weights):
+            part = self._part
+            return ops.QuantizedLinear(
+                weights, bias, self._relu, dtype=part.dtype, device=part.device
+            )
+        weight = plain[0] if len(plain) == 1 else torch.cat(plain)
+        if self._part.quantization == "int8":
+            return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
+        return ops.PackedLinear(weight, bias, self._relu)
 
 
 class ColumnLinear(Linear):
@@ -168,15 +183,17 @@ class RowLinear(Linear):
 
     @property
     def _reads_whole_rows(self) -> bool:
-        return self._part.quantization is not None and self._part.tensor.size > 1
+        return self._part.quantization == "int8" and self._part.tensor.size > 1
 
-    def _take_weight(self, rows: slice, tensor: Tensor) -> None:
+    def _take_weight(self, name: str, rows: slice, weight: StoredWeight) -> None:
         if self._reads_whole_rows:
+            if isinstance(weight, QuantizedWeight):
+                weight = weight.dequantized(self._part.dtype)
             if self._magnitudes is None:
                 self._magnitudes = self._empty()
-            self._magnitudes[rows] = row_magnitudes(tensor.to(self._part.dtype))
-            tensor = tensor[:, self._part.tensor.part(self._in_features)]
-        super()._take_weight(rows, tensor)
+            self._magnitudes[rows] = row_magnitudes(weight.to(self._part.dtype))
+            weight = weight[:, self._part.tensor.part(self._in_features)]
+        super()._take_weight(name, rows, weight)
 
     def _take_bias(self, rows: slice, tensor: Tensor) -> None:
         if self._part.tensor.is_first:
@@ -191,23 +208,32 @@ class Embedding:
     def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
         self._shape = (rows, width)
         self._part = part
-        self._table: Tensor | None = None
+        self._table: Tensor | ops.QuantizedLinear | None = None
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": Parameter(self._shape, self._take)}
+        return {"weight": Parameter(self._shape, self._take, takes_quantized=True)}
 
     @property
-    def table(self) -> Tensor:
+    def table(self) -> Tensor | ops.QuantizedLinear:
+        """[rows, width]. A quantized table is a linear layer too, so that a tied LM head needs no
+        copy of it."""
         assert self._table is not None, "weights are not loaded"
         return self._table
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, width]."""
-        return self.table[ids]
+        table = self.table
+        return table[ids] if isinstance(table, Tensor) else table.rows(ids)
 
-    def _take(self, tensor: Tensor) -> None:
-        # A copy, because lookups in a mapped file would wait for its pages while serving.
-        self._table = tensor.to(self._part.device, self._part.dtype, copy=True)
+    def _take(self, weight: StoredWeight) -> None:
+        part = self._part
+        if isinstance(weight, QuantizedWeight) and part.quantization == "int8":
+            weight = weight.dequantized(part.dtype)
+        if isinstance(weight, QuantizedWeight):
+            self._table = ops.QuantizedLinear([weight], dtype=part.dtype, device=part.device)
+        else:
+            # A copy, because lookups in a mapped file would wait for its pages while serving.
+            self._table = weight.to(part.device, part.dtype, copy=True)
 
 
 class VocabEmbedding(Embedding):
@@ -218,13 +244,14 @@ class VocabEmbedding(Embedding):
         self._rows = part.tensor.part(rows)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": Parameter(self._shape, self._take, shard=(self._rows,))}
+        rows = (self._rows,)
+        return {"weight": Parameter(self._shape, self._take, rows, takes_quantized=True)}
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self._part.tensor.size == 1:
-            return self.table[ids]
+            return super().__call__(ids)
         absent = (ids < self._rows.start) | (ids >= self._rows.stop)
-        looked_up = self.table[(ids - self._rows.start).masked_fill_(absent, 0)]
+        looked_up = super().__call__((ids - self._rows.start).masked_fill_(absent, 0))
         return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 

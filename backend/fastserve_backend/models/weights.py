@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from fastserve_kernels.quantized_weight import QuantizedWeight
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -34,6 +36,9 @@ _CPU = torch.device("cpu")
 Shard = tuple[slice, ...]
 """A part of a tensor: slices of its first dimensions; () is the whole."""
 
+StoredWeight = Tensor | QuantizedWeight
+"""What a source reads: a tensor, or a matrix in few bits."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -48,7 +53,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     is_floating_point: bool
-    read: Callable[[Shard], Tensor]
+    read: Callable[[Shard], StoredWeight]
+
+    def read_dequantized(self, shard: Shard) -> Tensor:
+        """As `read`, in float32 if the weight is quantized."""
+        weight = self.read(shard)
+        return weight if isinstance(weight, Tensor) else weight.dequantized(torch.float32)
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> StoredTensor:
@@ -68,12 +78,14 @@ class Parameter:
     load: takes this rank's part. It may keep the memory, so nobody may write to it afterwards.
     shard: this rank's part; () is the whole.
     is_scale: whether it is the weight of a normalisation, whose values are near 1 and not 0.
+    takes_quantized: whether `load` also takes a `QuantizedWeight`; others get it in float32.
     """
 
     shape: tuple[int, ...]
-    load: Callable[[Tensor], object]
+    load: Callable[[Any], object]
     shard: Shard = ()
     is_scale: bool = False
+    takes_quantized: bool = False
 
 
 def split_rows(stored: StoredTensor, parts: Mapping[str, int]) -> Iterator[StoredTensor]:
@@ -90,7 +102,7 @@ def split_rows(stored: StoredTensor, parts: Mapping[str, int]) -> Iterator[Store
         start += count
 
 
-def _read_rows(stored: StoredTensor, rows: range, shard: Shard) -> Tensor:
+def _read_rows(stored: StoredTensor, rows: range, shard: Shard) -> StoredWeight:
     """The part ``shard`` of these rows."""
     own = rows[shard[0]] if shard else rows
     return stored.read((slice(own.start, own.stop), *shard[1:]))
@@ -120,7 +132,8 @@ def load_parameters(
                 f"checkpoint tensor {stored.name} is {problem}; does config.json match the weights?"
             )
         check_tensor(stored, parameter.shape)
-        parameter.load(stored.read(parameter.shard))
+        read = stored.read if parameter.takes_quantized else stored.read_dequantized
+        parameter.load(read(parameter.shard))
     if waiting:
         raise ModelError(
             f"checkpoint lacks {some_of(waiting)}; does config.json match the weights, "
@@ -131,7 +144,7 @@ def load_parameters(
 def _adds_nothing(stored: StoredTensor) -> bool:
     """Whether it is a bias of zeros. Some programs write one for layers without a bias."""
     is_bias = stored.name.endswith(".bias") and len(stored.shape) == 1
-    return is_bias and not bool(stored.read(()).any())
+    return is_bias and not bool(stored.read_dequantized(()).any())
 
 
 def some_of(names: Collection[str]) -> str:

@@ -1,0 +1,122 @@
+"""Weights of few bits, as checkpoints store them: codes, and numbers that groups of them share.
+
+Each format (GGUF's Q4_1, AWQ, FP8 …) is read into this one form. So kernels need not know formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# So many rows are widened to float32 at a time.
+_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class GroupNumbers:
+    """One number for each row and group of neighbouring columns.
+
+    values: ``[out, groups]``, floating point; or integers that `steps` multiplies.
+    steps: floating point ``[out, groups / n]``, one for each n neighbouring groups; None: `values`
+        are the numbers.
+    """
+
+    values: Tensor
+    steps: Tensor | None = None
+
+    def numbers(self) -> Tensor:
+        """float32 ``[out, groups]``."""
+        if self.steps is None:
+            return self.values.float()
+        return self.values.float() * self.steps.float().repeat_interleave(self.groups_of_step, 1)
+
+    @property
+    def groups_of_step(self) -> int:
+        """Groups that share a step; 1 without steps."""
+        return 1 if self.steps is None else self.values.shape[1] // self.steps.shape[1]
+
+    def part(self, rows: slice | Tensor, groups: slice) -> GroupNumbers:
+        """The numbers of some rows and groups. The groups of a step must stay together."""
+        if self.steps is None:
+            return GroupNumbers(self.values[rows, groups])
+        count = self.groups_of_step
+        steps = slice(groups.start // count, -(-groups.stop // count))
+        return GroupNumbers(self.values[rows, groups], self.steps[rows, steps])
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """``weight[n, k] = scales[n, k // group] · (codes[n, k] - center) + offsets[n, k // group]``.
+
+    format: its name, for messages.
+    codes: uint8 ``[out, in]``, each less than ``2**bits``; or float8_e4m3fn, with 8 bits and no
+        center.
+    bits: 4, 5, 6 or 8.
+    group: columns of a group. It divides `in`.
+    offsets: None: all 0.
+    """
+
+    format: str
+    codes: Tensor
+    bits: int
+    group: int
+    scales: GroupNumbers
+    offsets: GroupNumbers | None = None
+    center: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        out, size = self.codes.shape
+        return out, size
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """``[out, in]``, computed in float32 and then rounded to `dtype`."""
+        out = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        for start in range(0, len(out), _ROWS):
+            some = self.part(slice(start, start + _ROWS))
+            by_group = some.codes.float().sub_(some.center).unflatten(1, (-1, self.group))
+            by_group *= some.scales.numbers()[..., None]
+            if some.offsets is not None:
+                by_group += some.offsets.numbers()[..., None]
+            out[start : start + _ROWS] = by_group.flatten(1)
+        return out
+
+    def part(self, rows: slice | Tensor, columns: slice | None = None) -> QuantizedWeight:
+        """Some rows (a slice, or their numbers in order) and neighbouring columns.
+
+        Raises:
+            ValueError: the columns do not begin and end between groups.
+        """
+        size = self.shape[1]
+        start, stop, _ = (columns or slice(None)).indices(size)
+        whole = self.group * max(
+            numbers.groups_of_step for numbers in (self.scales, self.offsets) if numbers is not None
+        )
+        if start % whole or (stop % whole and stop != size):
+            raise ValueError(
+                f"columns {start} to {stop} of a weight in {self.format} divide a group of {whole}"
+            )
+        groups = slice(start // self.group, -(-stop // self.group))
+        return replace(
+            self,
+            codes=self.codes[rows, start:stop],
+            scales=self.scales.part(rows, groups),
+            offsets=None if self.offsets is None else self.offsets.part(rows, groups),
+        )
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same on another device."""
+
+        def moved(numbers: GroupNumbers) -> GroupNumbers:
+            steps = None if numbers.steps is None else numbers.steps.to(device)
+            return GroupNumbers(numbers.values.to(device), steps)
+
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=moved(self.scales),
+            offsets=None if self.offsets is None else moved(self.offsets),
+        )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from fastserve_kernels.backend import compiled_for, uses_triton
+from fastserve_kernels.cpu.compiled import CompiledKernels
+from fastserve_kernels.cpu.quantized_panels import pack
 from fastserve_kernels.linear import PackedLinear
 from fastserve_kernels.quantized_weight import QuantizedWeight
+
+_Weights = Sequence[QuantizedWeight | Tensor]
 
 
 class QuantizedLinear:
@@ -20,12 +25,15 @@ class QuantizedLinear:
 
     `path` tells what runs:
 
-    - "torch": the weights are dequantized here, and take the memory that this takes.
+    - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Weights keep their few bits
+      in memory. Results are those of `PackedLinear` bit for bit, at any number of rows.
+    - "torch": everywhere else, the weights are dequantized here, and take the memory that this
+      takes.
     """
 
     def __init__(
         self,
-        weights: Sequence[QuantizedWeight | Tensor],
+        weights: _Weights,
         bias: Tensor | None = None,
         relu: bool = False,
         *,
@@ -34,25 +42,71 @@ class QuantizedLinear:
     ) -> None:
         """
         Args:
-            weights: [out, in] each, with the same `in`; tensors are of `dtype` and on `device`.
+            weights: [out, in] each, with the same `in`, whose columns are in x's order; tensors are
+                of `dtype` and on `device`.
             bias: [sum of all out] of `dtype`, on `device`, or None.
             dtype: of x and y.
         """
-        self.path = "torch"
-        whole = torch.cat(
+        bias = None if bias is None else bias.detach().contiguous()
+        self.out_features = sum(weight.shape[0] for weight in weights)
+        self.in_features = weights[0].shape[1]
+        kernels = None
+        if not uses_triton(device):
+            kernels = compiled_for(torch.empty(0, dtype=dtype, device=device))
+        self.path = "torch" if kernels is None else "compiled"
+        self.nbytes: int
+        """Memory of the weights, in bytes."""
+        self._apply: Callable[[Tensor], Tensor]
+        self._rows: Callable[[Tensor], Tensor]
+        if kernels is None:
+            self._dequantize(weights, bias, relu, dtype, device)
+        else:
+            self._pack(kernels, weights, bias, relu, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] of `dtype` -> [T, out], contiguous. T may be 0."""
+        return self._apply(x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Dequantized rows of W, as an embedding looks them up: ids int64 [T] -> [T, in]."""
+        return self._rows(ids)
+
+    def _pack(
+        self,
+        kernels: CompiledKernels,
+        weights: _Weights,
+        bias: Tensor | None,
+        relu: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        panels = pack(kernels, weights, dtype)
+        self.nbytes = panels.nbytes
+
+        def apply(x: Tensor) -> Tensor:
+            if x.stride(1) != 1:
+                x = x.contiguous()
+            return kernels.quantized_linear(x, panels.pieces, bias, self.out_features, relu)
+
+        def rows(ids: Tensor) -> Tensor:
+            return kernels.quantized_rows(panels.pieces, ids.contiguous(), self.in_features, dtype)
+
+        self._apply, self._rows = apply, rows
+
+    def _dequantize(
+        self,
+        weights: _Weights,
+        bias: Tensor | None,
+        relu: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        table = torch.cat(
             [
                 one.to(device).dequantized(dtype) if isinstance(one, QuantizedWeight) else one
                 for one in weights
             ]
         )
-        self._table = whole
-        self._packed = PackedLinear(whole, bias, relu)
-        self.out_features, self.in_features = whole.shape
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] of `dtype` -> [T, out], contiguous. T may be 0."""
-        return self._packed(x)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Dequantized rows of W, as an embedding looks them up: ids int64 [T] -> [T, in]."""
-        return self._table[ids]
+        packed = PackedLinear(table, bias, relu)
+        # The table is kept for `rows` beside its packed form, unless the device uses it as it is.
+        self.nbytes = table.nbytes * (2 if packed.path == "onednn" else 1)
+        self._apply, self._rows = packed, lambda ids: table[ids]

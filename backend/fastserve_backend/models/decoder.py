@@ -31,7 +31,14 @@ from fastserve_backend.models.layers import (
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.qk_norms import qk_norms_of
 from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
-from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource, split_rows
+from fastserve_backend.models.weights import (
+    Parameter,
+    StoredTensor,
+    StoredWeight,
+    WeightSource,
+    reordered,
+    split_rows,
+)
 
 
 class SelfAttention:
@@ -104,9 +111,9 @@ class SelfAttention:
         head_dim, dim = self._config.head_dim, self._config.rotaries[0].dim
         order = [*range(0, dim, 2), *range(1, dim, 2), *range(dim, head_dim)]
 
-        def load(tensor: Tensor) -> None:
-            by_head = tensor.view(-1, head_dim, *tensor.shape[1:])
-            parameter.load(by_head[:, order].reshape(tensor.shape))
+        def load(weight: StoredWeight) -> None:
+            by_head = torch.arange(weight.shape[0]).view(-1, head_dim)
+            parameter.load(reordered(weight, by_head[:, order].flatten()))
 
         return replace(parameter, load=load)
 

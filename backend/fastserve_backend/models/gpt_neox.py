@@ -25,7 +25,13 @@ from fastserve_backend.models.layers import (
 )
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
-from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
+from fastserve_backend.models.weights import (
+    Parameter,
+    StoredTensor,
+    StoredWeight,
+    WeightSource,
+    reordered,
+)
 
 _TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -70,10 +76,10 @@ class GPTNeoXLayer:
         """Reorder a tensor while loading: the checkpoint has query, key and value head by head, the
         layer wants all queries, all keys, all values."""
 
-        def load(tensor: Tensor) -> None:
+        def load(weight: StoredWeight) -> None:
             heads, head_dim = self._attend.heads, self._attend.head_dim
-            by_head = tensor.view(heads, 3, head_dim, *tensor.shape[1:])
-            parameter.load(by_head.transpose(0, 1).reshape(tensor.shape))
+            by_head = torch.arange(weight.shape[0]).view(heads, 3, head_dim)
+            parameter.load(reordered(weight, by_head.transpose(0, 1).flatten()))
 
         return replace(parameter, load=load)
 

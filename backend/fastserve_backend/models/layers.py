@@ -8,6 +8,7 @@ the caller runs everything under `torch.inference_mode`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -127,13 +128,33 @@ class Linear:
         plain = [one for one in weights if isinstance(one, Tensor)]
         if len(plain) < len(weights):
             part = self._part
-            return ops.QuantizedLinear(
+            weights, order = _in_one_order(weights, part)
+            packed = ops.QuantizedLinear(
                 weights, bias, self._relu, dtype=part.dtype, device=part.device
             )
+            return packed if order is None else lambda x: packed(x[:, order])
         weight = plain[0] if len(plain) == 1 else torch.cat(plain)
         if self._part.quantization == "int8":
             return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
         return ops.PackedLinear(weight, bias, self._relu)
+
+
+def _in_one_order(
+    weights: Sequence[StoredWeight], part: ModelPart
+) -> tuple[Sequence[StoredWeight], Tensor | None]:
+    """The weights, with columns in one order of x's. If theirs differ, reordered ones are
+    dequantized. Layers with the same input are mostly quantized in the same order."""
+    orders = [None if isinstance(one, Tensor) else one.order for one in weights]
+    first, *others = orders
+    if first is not None and all(one is not None and torch.equal(one, first) for one in others):
+        same = [replace(one, order=None) for one in weights if isinstance(one, QuantizedWeight)]
+        return same, first.to(part.device)
+    return [
+        one
+        if isinstance(one, Tensor) or one.order is None
+        else one.dequantized(part.dtype).to(part.device)
+        for one in weights
+    ], None
 
 
 class ColumnLinear(Linear):
@@ -227,7 +248,9 @@ class Embedding:
 
     def _take(self, weight: StoredWeight) -> None:
         part = self._part
-        if isinstance(weight, QuantizedWeight) and part.quantization == "int8":
+        if isinstance(weight, QuantizedWeight) and (
+            part.quantization == "int8" or weight.order is not None
+        ):
             weight = weight.dequantized(part.dtype)
         if isinstance(weight, QuantizedWeight):
             self._table = ops.QuantizedLinear([weight], dtype=part.dtype, device=part.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -34,6 +35,8 @@ _OPERATIONS = {
     "fs_linear": "q4P5q",
     "fs_int8_linear": "q5P5q",
     "fs_grouped_linear": "q7P4q",
+    "fs_quantized_linear": "q2Pq2P4q",
+    "fs_quantized_rows": "qPq2P2q",
 }
 """The operations of a step and their arguments, as in `struct`, 8 bytes each."""
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -41,6 +44,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_quantized_bytes": (_INT, [_INT, _POINTER, _INT]),
+    "fs_pack_quantized": (None, [_INT] + [_POINTER] * 7 + [_INT] * 2),
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -105,6 +110,10 @@ class CompiledKernels:
         self._linear = operation("fs_linear")
         self._int8_linear = operation("fs_int8_linear")
         self._grouped_linear = operation("fs_grouped_linear")
+        self._quantized_bytes = functions.fs_quantized_bytes
+        self._pack_quantized = functions.fs_pack_quantized
+        self._quantized_linear = operation("fs_quantized_linear")
+        self._quantized_rows = operation("fs_quantized_rows")
 
     @classmethod
     def load(cls) -> CompiledKernels:
@@ -357,6 +366,55 @@ class CompiledKernels:
             starts.data_ptr(), panels.data_ptr(), _address(scales),
             _address(biases), y.data_ptr(), len(panels), x.shape[1],
             out_features, x.stride(0),
+        )  # fmt: skip
+        return y
+
+    def quantized_bytes(self, piece: Tensor, in_features: int, dtype: torch.dtype) -> int:
+        """Bytes of a packed piece for x of `dtype`. See `quantized_panels` for `piece`."""
+        return int(self._quantized_bytes(_DTYPE_CODES[dtype], piece.data_ptr(), in_features))
+
+    def pack_quantized(
+        self,
+        piece: Tensor,
+        codes: Tensor,
+        numbers: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        panels: Tensor,
+    ) -> None:
+        """Pack a weight into `panels`, of `quantized_bytes`.
+
+        codes: [out, in], bytes, rows contiguous.
+        numbers: scales, their steps, offsets, their steps, contiguous, as `piece` tells.
+        """
+        self._pack_quantized(
+            _DTYPE_CODES[dtype], piece.data_ptr(), codes.data_ptr(),
+            *(None if one is None else one.data_ptr() for one in numbers),
+            panels.data_ptr(), codes.shape[1], codes.stride(0),
+        )  # fmt: skip
+
+    def quantized_linear(
+        self, x: Tensor, pieces: Tensor, bias: Tensor | None, out_features: int, relu: bool
+    ) -> Tensor:
+        """As `linear`, with a weight that is pieces of few bits."""
+        rows, size = x.shape
+        y = torch.empty((rows, out_features), dtype=x.dtype)
+        self._quantized_linear(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), pieces.data_ptr(), len(pieces),
+            _address(bias), y.data_ptr(), rows, size, x.stride(0), relu,
+        )  # fmt: skip
+        return y
+
+    def quantized_rows(
+        self, pieces: Tensor, ids: Tensor, in_features: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Dequantized rows of a weight that is pieces of few bits: [T, in_features] of `dtype`.
+
+        ids: int64 [T], contiguous.
+        """
+        y = torch.empty((len(ids), in_features), dtype=dtype)
+        self._quantized_rows(
+            _DTYPE_CODES[dtype], pieces.data_ptr(), len(pieces), ids.data_ptr(), y.data_ptr(),
+            len(ids), in_features,
         )  # fmt: skip
         return y
 

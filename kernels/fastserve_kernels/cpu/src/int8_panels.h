@@ -101,6 +101,7 @@ class Int8Panels {
     Ahead next(int64_t panel, int64_t pass, int64_t passes) const {
         return next_panel<T>(panels_ + panel * steps_ * STEP_SIZE<T>, steps_, pass, passes);
     }
+    Columns columns(int64_t panel, int64_t out) const { return columns_of_panel(panel, out); }
 
    private:
     const int8_t* panels_ = nullptr;

@@ -1,12 +1,13 @@
-// y = x W^T + b with W [out, in] packed once, in panels of its own type or in INT8, with a scale for each
-// row of W. Rows of x may be in groups, each with a W of its own: the experts of a mixture. A row's
-// result does not depend on what it is batched with, bit for bit.
+// y = x W^T + b with W [out, in] packed once, in panels of its own type, in INT8, with a scale for each
+// row of W, or in formats of few bits. Rows of x may be in groups, each with a W of its own: the experts
+// of a mixture. A row's result does not depend on what it is batched with, bit for bit.
 #include <algorithm>
 #include <vector>
 
 #include "aligned.h"
 #include "int8_panels.h"
 #include "products.h"
+#include "quantized_panels.h"
 #include "team.h"
 
 namespace fastserve {
@@ -44,9 +45,11 @@ struct Output {
     }
 };
 
+static int64_t panels_of(int64_t out) { return (out + PAIR - 1) / PAIR; }
+
 template <typename T>
 static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t stride) {
-    const int64_t count = (out + PAIR - 1) / PAIR;
+    const int64_t count = panels_of(out);
 #pragma omp parallel for
     for (int64_t p = 0; p < count; ++p)
         pack_panel([&](int64_t n) { return weight + (p * PAIR + n) * stride; }, out - p * PAIR, in,
@@ -56,7 +59,7 @@ static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t st
 // A panel's elements are narrowed to bytes: whole numbers from -127 to 127.
 template <typename T>
 static void pack_int8(const int8_t* weight, int8_t* panels, int64_t out, int64_t in, int64_t stride) {
-    const int64_t count = (out + PAIR - 1) / PAIR, size = steps_of<T>(in) * STEP_SIZE<T>;
+    const int64_t count = panels_of(out), size = steps_of<T>(in) * STEP_SIZE<T>;
 #pragma omp parallel
     {
         AlignedVector<T> column(in), panel(size);
@@ -140,20 +143,20 @@ struct Plan {
     }
 };
 
+// count: panels of a weight.
 template <typename Panels, typename T>
 static void linear(const Team* team, const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of_x,
-                   T* y, int64_t in, int64_t out, bool relu) {
+                   T* y, int64_t in, int64_t out, int64_t count, bool relu) {
     using P = Product<T>;
     using X = typename P::X;
-    const int64_t steps = steps_of<T>(in), count = (out + PAIR - 1) / PAIR;
+    const int64_t steps = steps_of<T>(in);
     const int64_t tile_size = P::ROWS * std::max<int64_t>(1, steps);
     const int64_t most_tiles =
         std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
     const Plan plan = Plan::of<P>(groups, most_tiles);
     const int64_t tiles_at_a_time = std::min<int64_t>(plan.tiles.size(), most_tiles);
-    const auto output_of = [&](const Group<T>& group, int64_t panel) {
-        const int64_t column = panel * PAIR;
-        const int width = (int)std::min<int64_t>(PAIR, out - column);
+    const auto output_of = [&](const Group<T>& group, Columns columns) {
+        const auto [column, width] = columns;
         return Output<T>{
             y + column,
             out,
@@ -185,7 +188,7 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
                 const int64_t pass_steps =
                     std::min(Panels::PASS_STEPS, tiles > FEW_TILES ? P::PASS_STEPS : steps);
                 weights.use(groups[batch.group].panels);
-                const Output<T> output = output_of(groups[batch.group], panel);
+                const Output<T> output = output_of(groups[batch.group], weights.columns(panel, out));
                 int64_t begin = 0, end;
                 do {  // once for rows without elements, too
                     end = begin + std::min(pass_steps, steps - begin);
@@ -211,13 +214,13 @@ template <typename Panels, typename T>
 static void linear(const Team* team, const T* x, const void* panels, const T* scale, const T* bias,
                    T* y, int64_t rows, int64_t in, int64_t out, int64_t x_stride, bool relu) {
     linear<Panels, T>(team, {{panels, scale, bias, 0, rows}}, {x, x_stride, nullptr}, y, in, out,
-                      relu);
+                      panels_of(out), relu);
 }
 
 // Elements of a packed weight.
 template <typename T>
 static int64_t packed_size(int64_t out, int64_t in) {
-    return (out + PAIR - 1) / PAIR * steps_of<T>(in) * STEP_SIZE<T>;
+    return panels_of(out) * steps_of<T>(in) * STEP_SIZE<T>;
 }
 
 // The groups that have rows, by where each one's begin; panels, scales and biases of all groups, one
@@ -300,15 +303,63 @@ static void grouped_linear_any(const Team* team, int64_t dtype, const void* x, c
         };
         if (scales)
             linear<Int8Panels<T>>(team, groups_of((const int8_t*)panels), row_of_x, (T*)y, in, out,
-                                  false);
+                                  panels_of(out), false);
         else
             linear<SamePanels<T>>(team, groups_of((const T*)panels), row_of_x, (T*)y, in, out,
-                                  false);
+                                  panels_of(out), false);
+    });
+}
+
+// pieces: `count` of them, one below the other.
+static void quantized_linear_any(const Team* team, int64_t dtype, const void* x, const void* pieces,
+                                 int64_t count, const void* bias, void* y, int64_t rows, int64_t in,
+                                 int64_t x_stride, int64_t relu) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const Pieces<T> weight((const StoredPiece*)pieces, count, in);
+        linear<QuantizedPanels<T>, T>(team, {{&weight, nullptr, (const T*)bias, 0, rows}},
+                                      {(const T*)x, x_stride, nullptr}, (T*)y, in, weight.out(),
+                                      weight.panels(), relu != 0);
+    });
+}
+
+// Rows `ids` of the weight: y [ids, in].
+static void quantized_rows_any(const Team* team, int64_t dtype, const void* pieces, int64_t count,
+                               const int64_t* ids, void* y, int64_t ids_count, int64_t in) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        look_up_rows(team, Pieces<T>((const StoredPiece*)pieces, count, in), ids, ids_count, in,
+                     (T*)y);
     });
 }
 
 }  // namespace fastserve
 
+// The layout of a piece is in quantized_panels.h.
+extern "C" int64_t fs_quantized_bytes(int64_t dtype, const void* piece, int64_t in) {
+    using namespace fastserve;
+    return with_type(dtype, [&](auto type) {
+        const Piece<decltype(type)> packed(*(const StoredPiece*)piece, in);
+        return packed.panels() * packed.panel_bytes();
+    });
+}
+
+// codes [out, in] of bytes; numbers [out, groups] and their steps [out, superblocks], or null.
+extern "C" void fs_pack_quantized(int64_t dtype, const void* piece, const void* codes,
+                                  const void* scale, const void* scale_step, const void* offset,
+                                  const void* offset_step, void* panels, int64_t in,
+                                  int64_t stride) {
+    using namespace fastserve;
+    using Bytes = const uint8_t*;
+    with_type(dtype, [&](auto type) {
+        Piece<decltype(type)>(*(const StoredPiece*)piece, in)
+            .pack((Bytes)codes, in, stride, (Bytes)scale, (Bytes)scale_step, (Bytes)offset,
+                  (Bytes)offset_step, (uint8_t*)panels);
+    });
+}
+
 OPERATION(fs_linear, linear_any)
 OPERATION(fs_int8_linear, int8_linear_any)
 OPERATION(fs_grouped_linear, grouped_linear_any)
+OPERATION(fs_quantized_linear, quantized_linear_any)
+OPERATION(fs_quantized_rows, quantized_rows_any)

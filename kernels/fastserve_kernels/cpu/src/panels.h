@@ -143,6 +143,17 @@ static inline Ahead next_panel(const Stored* panel, int64_t steps, int64_t pass,
     return {(const char*)panel + bytes + pass * bytes / passes, STEP_BYTES / passes};
 }
 
+// Columns of the product that a panel makes.
+struct Columns {
+    int64_t first;
+    int count;
+};
+
+// Of a weight with `out` columns.
+static inline Columns columns_of_panel(int64_t panel, int64_t out) {
+    return {panel * PAIR, (int)std::min<int64_t>(PAIR, out - panel * PAIR)};
+}
+
 // A weight's panels, as they are in memory; `use` chooses the weight.
 template <typename T>
 class SamePanels {
@@ -159,6 +170,7 @@ class SamePanels {
     Ahead next(int64_t panel, int64_t pass, int64_t passes) const {
         return next_panel<T>(panels_ + panel * steps_ * STEP_SIZE<T>, steps_, pass, passes);
     }
+    Columns columns(int64_t panel, int64_t out) const { return columns_of_panel(panel, out); }
 
    private:
     const T* panels_ = nullptr;

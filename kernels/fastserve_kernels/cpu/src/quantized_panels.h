@@ -1,0 +1,463 @@
+// Panels of weights of few bits, in several formats: codes, and numbers that groups of them share.
+// They are widened to the panel's type a few steps at a time, into the first-level cache. An element is
+// scale * (code - center) + offset, computed in fp32, in which the product is rounded too, and then
+// rounded to the panel's type.
+//
+// A panel is a run of superblocks, each of which has the numbers of its groups and then their codes:
+//
+//   [scale steps][offset steps][scales of each group][offsets of each group][codes of each group]
+//
+// There are PAIR numbers of a group, one for each column. Where numbers are bytes, a step multiplies
+// those of all groups of a superblock; otherwise a superblock is one group. Codes are in blocks of
+// BLOCK neighbours of each column.
+#pragma once
+
+#include <vector>
+
+#include "panels.h"
+#include "team.h"
+
+namespace fastserve {
+
+constexpr int64_t BLOCK = 16;       // neighbours of a column
+constexpr int VECTORS = 32;         // of W elements: a widened block
+constexpr int64_t PLANE = W * 4;    // bytes: one vector
+
+// How numbers are stored. The Python side passes these.
+enum Numbers : int64_t { kNoNumbers = 0, kHalf = 1, kBrainHalf = 2, kSingle = 3, kByte = 4 };
+
+// Kinds of codes, by what the Python side passes for them.
+enum Codes : int64_t { kPlain = 0, k4Bits = 4, k5Bits = 5, k6Bits = 6, k8Bits = 8, kFloat8 = 9 };
+
+// A weight [out, in] as the Python side describes it.
+struct StoredPiece {
+    const uint8_t* panels;
+    int64_t out;
+    int64_t codes;  // kPlain: panels of the product's own type; the rest does not matter
+    int64_t center;
+    int64_t group;           // columns of the weight
+    int64_t groups_of_step;  // 1 without steps
+    int64_t scale, scale_step, offset, offset_step;  // Numbers
+};
+
+// The W lanes of VECTORS vectors, and the elements of the panel's steps that they become.
+template <typename T>
+struct Lanes {
+    static constexpr int OF_STEP = STEP_SIZE<T> / W;  // vectors
+
+    // Where an element of a step is in its vectors.
+    static int place(int element) {
+        return sizeof(T) == sizeof(float) ? element : element % 2 * W + element / 2;
+    }
+    // A number for each column, in the order of `place`, to one for each lane.
+    static void spread(Pair numbers, vf* lanes) {
+        lanes[0] = numbers.a;
+        lanes[1] = numbers.b;
+    }
+    static void store(T* step, const vf* lanes) { store_pair(step, {lanes[0], lanes[1]}); }
+};
+
+#if defined(__AVX512BF16__)
+// In the order of the panel, in which each column has two neighbours.
+template <>
+struct Lanes<bf16> {
+    static constexpr int OF_STEP = 4;
+
+    static int place(int element) { return element; }
+    static void spread(Pair numbers, vf* lanes) {
+        vi first, second;
+        for (int i = 0; i < W; ++i) {
+            first[i] = i / 2;
+            second[i] = W / 2 + i / 2;
+        }
+        lanes[0] = __builtin_shuffle(numbers.a, first);
+        lanes[1] = __builtin_shuffle(numbers.a, second);
+        lanes[2] = __builtin_shuffle(numbers.b, first);
+        lanes[3] = __builtin_shuffle(numbers.b, second);
+    }
+    static void store(bf16* step, const vf* lanes) {
+        _mm512_storeu_si512(step, (__m512i)_mm512_cvtne2ps_pbh((__m512)lanes[1], (__m512)lanes[0]));
+        _mm512_storeu_si512(step + PAIR,
+                            (__m512i)_mm512_cvtne2ps_pbh((__m512)lanes[3], (__m512)lanes[2]));
+    }
+};
+#endif
+
+// Places of a column's numbers, and of its elements in a step's vectors.
+template <typename T>
+static int place_of_number(int64_t column) {
+    return Lanes<T>::place(Dot<T>::place(column)) / Dot<T>::DEPTH;
+}
+template <typename T>
+static int place_of_element(int64_t column, int64_t neighbour) {
+    return Lanes<T>::place(Dot<T>::place(column) + neighbour);
+}
+
+static inline vu words(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+    uint16_t halves[W];
+    std::memcpy(halves, from, sizeof halves);
+    vu words;
+    for (int i = 0; i < W; ++i) words[i] = halves[i];
+    return words;
+#endif
+}
+
+static inline vf from_halves(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    const vu bits = words(from);
+    const vu magnitude = (bits & 0x7fffu) << 13;
+    const vu finite = (vu)((vf)magnitude * 0x1p112f), other = magnitude | 0x7f800000u;
+    return (vf)((magnitude < (0x7c00u << 13) ? finite : other) | (bits & 0x8000u) << 16);
+#endif
+}
+
+static inline int64_t bytes_of(int64_t numbers) {
+    constexpr int64_t SIZES[] = {0, 2, 2, 4, 1};
+    return SIZES[numbers];
+}
+
+static inline Pair read_numbers(int64_t kind, const uint8_t* from) {
+    switch (kind) {
+        case kHalf: return {from_halves(from), from_halves(from + 2 * W)};
+        case kBrainHalf: return {(vf)(words(from) << 16), (vf)(words(from + 2 * W) << 16)};
+        case kSingle: return load_pair((const float*)from);
+        default: return load_pair((const int8_t*)from);
+    }
+}
+
+// Rounds a product, which would otherwise be fused with the addition that follows.
+static inline vf rounded(vf x) {
+#if defined(__AVX__)
+    asm("" : "+v"(x));
+#else
+    asm("" : "+m"(x));
+#endif
+    return x;
+}
+
+// Values of the codes of a block, vector by vector, less the center. `n` is a constant to the compiler.
+// Bits past a whole number's become the last of its mantissa, if its exponent is that of 2^23.
+template <int64_t CODES>
+class Widener {
+   public:
+    explicit Widener(int64_t center) : center_(splat(8388608.f + center)) {
+        for (int i = 0; i < W; ++i) {
+            first_[i] = (float)(i - center);
+            second_[i] = (float)(W + i - center);
+        }
+    }
+
+    static constexpr int64_t BLOCK_BYTES_OF_CODES =
+        PLANE * (CODES >= k8Bits ? 8 : CODES == k6Bits ? 6 : CODES == k5Bits ? 5 : 4);
+
+    inline vf operator()(const uint8_t* block, int n) const {
+        if constexpr (CODES == kFloat8) {
+            const vu code = load(block + n / 4 * PLANE) >> n % 4 * 8;
+            const vf magnitude = (vf)((code & 0x7fu) << 20) * 0x1p120f;
+            return (vf)((vu)magnitude | (code & 0x80u) << 24);
+        } else if constexpr (CODES == k8Bits) {
+            return whole((load(block + n / 4 * PLANE) >> n % 4 * 8) & 0xffu);
+        } else {
+            const vu low = load(block + n / 8 * PLANE) >> n % 8 * 4;
+            if constexpr (CODES == k4Bits) return looked_up(low);
+            constexpr int BITS = CODES == k6Bits ? 2 : 1, OF_PLANE = 32 / BITS;
+            // They are stored so that a shift brings them behind the low ones.
+            const int place = n % OF_PLANE * BITS;
+            const vu plane = load(block + (4 + n / OF_PLANE) * PLANE);
+            const vu high = place + BITS + 4 <= 32 ? plane >> place : plane << (32 - place);
+            const vu code = (low & 0xfu) | (high & ~0xfu);
+            if constexpr (CODES == k5Bits) return looked_up(code);
+            return whole(code & 0x3fu);
+        }
+    }
+
+   private:
+    static vu load(const uint8_t* plane) { return *(const vu_mem*)plane; }
+    vf whole(vu code) const { return (vf)(code | 0x4b000000u) - center_; }
+    // By the 4 or 5 last bits.
+    vf looked_up(vu code) const {
+#if defined(__AVX512F__)
+        if constexpr (CODES == k4Bits)
+            return (vf)_mm512_permutexvar_ps((__m512i)code, (__m512)first_);
+        return (vf)_mm512_permutex2var_ps((__m512)first_, (__m512i)code, (__m512)second_);
+#else
+        return whole(code & (CODES == k4Bits ? 0xfu : 0x1fu));
+#endif
+    }
+
+    vf center_, first_, second_;
+};
+
+// A weight [out, in] and its panels.
+template <typename T>
+class Piece {
+   public:
+    Piece(const StoredPiece& stored, int64_t in) : stored_(stored) {
+        const int64_t steps = steps_of<T>(in);
+        if (stored.codes == kPlain) {
+            panel_bytes_ = steps * STEP_SIZE<T> * (int64_t)sizeof(T);
+            return;
+        }
+        const int64_t blocks = (steps * Dot<T>::DEPTH + BLOCK - 1) / BLOCK;
+        block_bytes_ = PLANE * (stored.codes >= k8Bits ? 8 : stored.codes);
+        group_blocks_ = stored.group == in ? std::max<int64_t>(1, blocks) : stored.group / BLOCK;
+        steps_bytes_ = PAIR * (bytes_of(stored.scale_step) + bytes_of(stored.offset_step));
+        scales_bytes_ = PAIR * bytes_of(stored.scale) * stored.groups_of_step;
+        head_bytes_ = steps_bytes_ + scales_bytes_ +
+                      PAIR * bytes_of(stored.offset) * stored.groups_of_step;
+        superblock_bytes_ = head_bytes_ + stored.groups_of_step * group_blocks_ * block_bytes_;
+        const int64_t blocks_of_superblock = stored.groups_of_step * group_blocks_;
+        panel_bytes_ =
+            (blocks + blocks_of_superblock - 1) / blocks_of_superblock * superblock_bytes_;
+    }
+
+    int64_t out() const { return stored_.out; }
+    int64_t panels() const { return (stored_.out + PAIR - 1) / PAIR; }
+    int64_t panel_bytes() const { return panel_bytes_; }
+    const uint8_t* panel(int64_t number) const { return stored_.panels + number * panel_bytes_; }
+
+    // codes [out, in], rows contiguous; numbers [out, groups] and steps [out, superblocks], contiguous.
+    void pack(const uint8_t* codes, int64_t in, int64_t stride, const uint8_t* scale,
+              const uint8_t* scale_step, const uint8_t* offset, const uint8_t* offset_step,
+              uint8_t* panels) const {
+        const StoredPiece& stored = stored_;
+        const int64_t groups = stored.group == in ? 1 : in / stored.group;
+        const int64_t superblocks = groups / stored.groups_of_step, count = this->panels();
+#pragma omp parallel for
+        for (int64_t p = 0; p < count; ++p) {
+            uint8_t* const panel = panels + p * panel_bytes_;
+            std::memset(panel, 0, panel_bytes_);
+            for (int64_t n = 0; n < std::min<int64_t>(PAIR, stored.out - p * PAIR); ++n) {
+                const int64_t row = p * PAIR + n;
+                const auto copy = [&](int64_t kind, const uint8_t* from, uint8_t* to) {
+                    const int64_t size = bytes_of(kind);
+                    std::memcpy(to + place_of_number<T>(n) * size, from, size);
+                };
+                for (int64_t i = 0; i < superblocks; ++i) {
+                    const int64_t from = row * superblocks + i;
+                    uint8_t* const to = panel + i * superblock_bytes_;
+                    if (stored.scale_step)
+                        copy(stored.scale_step, scale_step + from * bytes_of(stored.scale_step), to);
+                    if (stored.offset_step)
+                        copy(stored.offset_step, offset_step + from * bytes_of(stored.offset_step),
+                             to + PAIR * bytes_of(stored.scale_step));
+                }
+                for (int64_t g = 0; g < groups; ++g) {
+                    const int64_t from = row * groups + g;
+                    const Group group = group_of(panel, g);
+                    copy(stored.scale, scale + from * bytes_of(stored.scale), (uint8_t*)group.scale);
+                    if (stored.offset)
+                        copy(stored.offset, offset + from * bytes_of(stored.offset),
+                             (uint8_t*)group.offset);
+                }
+                for (int64_t k = 0; k < in; ++k)
+                    put(panel, n, k, codes[row * stride + k]);
+            }
+        }
+    }
+
+    // Steps from `begin` up to `end` of a panel, which begin a block; whole blocks are written.
+    void widen(int64_t panel, int64_t begin, int64_t end, T* to) const {
+        switch (stored_.codes) {
+            case k4Bits: return widen<k4Bits>(panel, begin, end, to);
+            case k5Bits: return widen<k5Bits>(panel, begin, end, to);
+            case k6Bits: return widen<k6Bits>(panel, begin, end, to);
+            case k8Bits: return widen<k8Bits>(panel, begin, end, to);
+            default: return widen<kFloat8>(panel, begin, end, to);
+        }
+    }
+
+    bool is_plain() const { return stored_.codes == kPlain; }
+
+   private:
+    struct Group {
+        const uint8_t *scale_step, *offset_step, *scale, *offset, *codes;
+    };
+
+    Group group_of(const uint8_t* panel, int64_t group) const {
+        const int64_t i = group % stored_.groups_of_step;
+        const uint8_t* const superblock = panel + group / stored_.groups_of_step * superblock_bytes_;
+        const uint8_t* const scales = superblock + steps_bytes_;
+        return {superblock, superblock + PAIR * bytes_of(stored_.scale_step),
+                scales + i * PAIR * bytes_of(stored_.scale),
+                scales + scales_bytes_ + i * PAIR * bytes_of(stored_.offset),
+                superblock + head_bytes_ + i * group_blocks_ * block_bytes_};
+    }
+
+    // Into a panel of zeros.
+    void put(uint8_t* panel, int64_t column, int64_t k, uint8_t code) const {
+        const int64_t block = k / BLOCK, step = k % BLOCK / Dot<T>::DEPTH;
+        const int lane = place_of_element<T>(column, k % Dot<T>::DEPTH);
+        const int64_t n = step * Lanes<T>::OF_STEP + lane / W;
+        uint8_t* const at = (uint8_t*)group_of(panel, block / group_blocks_).codes +
+                            block % group_blocks_ * block_bytes_ + lane % W * 4;
+        const auto add = [&](int64_t plane, uint32_t bits) {
+            uint32_t word;
+            std::memcpy(&word, at + plane * PLANE, 4);
+            word |= bits;
+            std::memcpy(at + plane * PLANE, &word, 4);
+        };
+        if (stored_.codes >= k8Bits) return add(n / 4, (uint32_t)code << n % 4 * 8);
+        add(n / 8, (code & 0xfu) << n % 8 * 4);
+        if (stored_.codes == k4Bits) return;
+        const int64_t bits = stored_.codes - 4, of_plane = 32 / bits;
+        add(4 + n / of_plane, (uint32_t)(code >> 4) << (n % of_plane * bits + 4) % 32);
+    }
+
+    template <int64_t CODES>
+    void widen(int64_t panel, int64_t begin, int64_t end, T* to) const {
+        if (stored_.offset) widen<CODES, true>(panel, begin, end, to);
+        else widen<CODES, false>(panel, begin, end, to);
+    }
+
+    template <int64_t CODES, bool HAS_OFFSET>
+    void widen(int64_t number, int64_t begin, int64_t end, T* to) const {
+        constexpr int64_t BLOCK_STEPS = BLOCK / Dot<T>::DEPTH;
+        constexpr int OF_STEP = Lanes<T>::OF_STEP;
+        const Widener<CODES> value(stored_.center);
+        const uint8_t* const panel = this->panel(number);
+        const int64_t last = (end + BLOCK_STEPS - 1) / BLOCK_STEPS;
+        for (int64_t block = begin / BLOCK_STEPS; block < last;) {
+            const int64_t of_group = block / group_blocks_, first = of_group * group_blocks_;
+            const Group group = group_of(panel, of_group);
+            vf scale[OF_STEP], offset[OF_STEP];
+            spread_numbers(stored_.scale, group.scale, stored_.scale_step, group.scale_step, scale);
+            if (HAS_OFFSET)
+                spread_numbers(stored_.offset, group.offset, stored_.offset_step,
+                               group.offset_step, offset);
+            const uint8_t* codes = group.codes + (block - first) * block_bytes_;
+            const int64_t stop = std::min(last, first + group_blocks_);
+            for (; block < stop; ++block, codes += Widener<CODES>::BLOCK_BYTES_OF_CODES) {
+#pragma GCC unroll 32
+                for (int n = 0; n < VECTORS; n += OF_STEP, to += STEP_SIZE<T>) {
+                    vf lanes[OF_STEP];
+#pragma GCC unroll 4
+                    for (int i = 0; i < OF_STEP; ++i) {
+                        lanes[i] = value(codes, n + i) * scale[i];
+                        if (HAS_OFFSET) lanes[i] = rounded(lanes[i]) + offset[i];
+                    }
+                    Lanes<T>::store(to, lanes);
+                }
+            }
+        }
+    }
+
+    static inline void spread_numbers(int64_t kind, const uint8_t* from, int64_t step_kind,
+                                      const uint8_t* steps, vf* lanes) {
+        Pair numbers = read_numbers(kind, from);
+        if (step_kind) {
+            const Pair step = read_numbers(step_kind, steps);
+            numbers = {numbers.a * step.a, numbers.b * step.b};
+        }
+        Lanes<T>::spread(numbers, lanes);
+    }
+
+    StoredPiece stored_;
+    int64_t block_bytes_ = 0, group_blocks_ = 1, steps_bytes_ = 0, scales_bytes_ = 0,
+            head_bytes_ = 0, superblock_bytes_ = 0, panel_bytes_ = 0;
+};
+
+// Pieces, one below the other, as one weight.
+template <typename T>
+class Pieces {
+   public:
+    Pieces(const StoredPiece* stored, int64_t count, int64_t in) {
+        for (int64_t i = 0; i < count; ++i) {
+            places_.push_back({Piece<T>(stored[i], in), panels_, out_});
+            panels_ += places_.back().piece.panels();
+            out_ += stored[i].out;
+        }
+    }
+
+    struct Place {
+        Piece<T> piece;
+        int64_t first_panel, first_column;
+    };
+
+    int64_t panels() const { return panels_; }
+    int64_t out() const { return out_; }
+    const Place& with_panel(int64_t panel) const {
+        size_t i = places_.size() - 1;
+        while (panel < places_[i].first_panel) --i;
+        return places_[i];
+    }
+    const Place& with_column(int64_t column) const {
+        size_t i = places_.size() - 1;
+        while (column < places_[i].first_column) --i;
+        return places_[i];
+    }
+
+   private:
+    std::vector<Place> places_;
+    int64_t panels_ = 0, out_ = 0;
+};
+
+// Panels of Pieces. Each thread has its own.
+template <typename T>
+class QuantizedPanels {
+   public:
+    static constexpr int64_t PASS_STEPS = 128;  // widened 16 KiB at most
+
+    explicit QuantizedPanels(int64_t steps) : steps_(steps) {}
+
+    void use(const void* pieces) { pieces_ = (const Pieces<T>*)pieces; }
+    const T* steps(int64_t panel, int64_t begin, int64_t end) {
+        const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
+        if (piece.is_plain())
+            return (const T*)piece.panel(panel - first_panel) + begin * STEP_SIZE<T>;
+        piece.widen(panel - first_panel, begin, end, widened_);
+        return widened_;
+    }
+    Ahead next(int64_t panel, int64_t pass, int64_t passes) const {
+        const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
+        const int64_t bytes = piece.panel_bytes();
+        return {(const char*)piece.panel(panel - first_panel + 1) + pass * bytes / passes,
+                bytes / std::max<int64_t>(1, steps_) / passes};
+    }
+    Columns columns(int64_t panel, int64_t) const {
+        const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
+        const int64_t column = (panel - first_panel) * PAIR;
+        return {first_column + column, (int)std::min<int64_t>(PAIR, piece.out() - column)};
+    }
+
+   private:
+    const Pieces<T>* pieces_ = nullptr;
+    int64_t steps_;
+    alignas(64) T widened_[PASS_STEPS * STEP_SIZE<T>];
+};
+
+// Rows of the weight: y [count, in].
+template <typename T>
+static void look_up_rows(const Team* team, const Pieces<T>& pieces, const int64_t* ids, int64_t count,
+                         int64_t in, T* y) {
+    constexpr int64_t DEPTH = Dot<T>::DEPTH, PASS = QuantizedPanels<T>::PASS_STEPS;
+    const int64_t steps = steps_of<T>(in);
+    in_team(team, true, [&](const Team& own) {
+        QuantizedPanels<T> weights(steps);
+        weights.use(&pieces);
+        const auto [first, last] = own.part(count);
+        for (int64_t i = first; i < last; ++i) {
+            const auto& [piece, first_panel, first_column] = pieces.with_column(ids[i]);
+            const int64_t row = ids[i] - first_column;
+            const int place = Dot<T>::place(row % PAIR);
+            for (int64_t begin = 0; begin < steps; begin += PASS) {
+                const int64_t end = std::min(steps, begin + PASS);
+                const T* const of_steps = weights.steps(first_panel + row / PAIR, begin, end);
+                for (int64_t k = begin * DEPTH; k < std::min(in, end * DEPTH); ++k)
+                    y[i * in + k] =
+                        of_steps[(k / DEPTH - begin) * STEP_SIZE<T> + place + k % DEPTH];
+            }
+        }
+    });
+}
+
+}  // namespace fastserve

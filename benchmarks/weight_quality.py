@@ -1,10 +1,10 @@
 """What formats of weights cost in quality: the embedded model beside the same model in float32.
 
-    python -m benchmarks.weight_quality                                  # a minute or two
-    python -m benchmarks.weight_quality file:none file:int8 Q4_0:none    # only these formats
+    python -m benchmarks.weight_quality                                     # minutes
+    python -m benchmarks.weight_quality file:int4 file:int8 Q4_0:as_stored  # only these formats
 
 A format has two parts: the type of the matrices in the GGUF file, or "file" for the file as it is,
-and a value of the configuration's `quantization`, or "none". Files of other types are written from
+and a value of the configuration's `quantization`. Files of other types are written from
 the file's own weights, so they add their rounding to that of the file.
 
 The reference is the file, dequantised to float32, which transformers runs. The text is Python's
@@ -42,11 +42,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers.comparison_tables import markdown
 
-FILE, NONE = "file", "none"
+FILE = "file"
 FORMATS = (
-    f"{FILE}:{NONE}",
-    f"{FILE}:int8",
-    *(f"{kind}:{NONE}" for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_0")),
+    *(f"{FILE}:{quantization}" for quantization in ("as_stored", "int8", "int4")),
+    *(f"{kind}:as_stored" for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_0")),
 )
 WINDOW = 512
 """Tokens, of which all but the first are scored."""
@@ -129,8 +128,7 @@ class Reference:
 
 def load_format(file: Path, quantization: str) -> Forward:
     """Our model of a GGUF file, as a rank computes it."""
-    keys = {} if quantization == NONE else {"quantization": quantization}
-    checked = EngineConfig().with_keys(model=str(file), **keys).model
+    checked = EngineConfig().with_keys(model=str(file), quantization=quantization).model
     config = load_model_config(checked.model, load_format="auto", quantization=checked.quantization)
     forward = our_forward(config)
     assert config.directory is not None
@@ -228,14 +226,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("formats", nargs="*", default=FORMATS, help="such as Q4_0:none")
+    parser.add_argument("formats", nargs="*", default=FORMATS, help="such as Q4_0:as_stored")
     parser.add_argument("--windows", type=int, default=16)
     arguments = parser.parse_args()
     formats = []
     for name in arguments.formats:
         kind, _, quantization = name.partition(":")
         if kind not in (FILE, *GGMLQuantizationType.__members__) or not quantization:
-            parser.error(f"got {name!r}; must be like Q4_0:none or file:int8")
+            parser.error(f"got {name!r}; must be like Q4_0:as_stored or file:int8")
         formats.append((kind, quantization))
     print(quality(embedded_file(), formats, arguments.windows))
 

@@ -4,7 +4,7 @@
     benchmarks/peers/openvino.sh setup                      # once
     python -m benchmarks.peers.against_others               # all parts
     python -m benchmarks.peers.against_others decode        # only one of decode, prefill, load
-    python -m benchmarks.peers.against_others --quantization none int8
+    python -m benchmarks.peers.against_others --quantization as_stored int8
 
 Each engine is a process of its own, which all parts keep. One computes at a time: each gets the
 same prompts of random tokens, new ones in each repeat, and answers of the same lengths. "decode" is
@@ -115,8 +115,8 @@ async def start_sides(arguments: argparse.Namespace, stack: AsyncExitStack) -> S
 
     ours, servers = {}, {}
     for quantization in arguments.quantization:
-        keys = {} if quantization == "none" else {"quantization": quantization}
-        label = " ".join(["FastServe", *keys.values()])
+        keys = {"quantization": quantization}
+        label = f"FastServe {quantization}"
         ours[label] = await start(label, sys.executable, "fastserve_worker", json.dumps(keys))
         if "load" in arguments.parts:
             label += ", Triton"
@@ -333,7 +333,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quantization",
         nargs="+",
-        default=["none"],
+        default=["as_stored"],
         help="ours once with each of these values of its configuration",
     )
     parser.add_argument("--repeats", type=int, default=5, help="of decode and prefill")

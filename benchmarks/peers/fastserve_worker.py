@@ -31,6 +31,7 @@ def engine_keys(limits: Limits) -> dict[str, Any]:
         "block_size": _BLOCK_SIZE,
         "device_blocks": limits.kv_tokens // _BLOCK_SIZE,
         "prefix_caching": False,
+        "generation_config": "off",  # no penalties, which the others would not have
     }
 
 

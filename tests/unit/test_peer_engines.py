@@ -148,9 +148,9 @@ def test_shorter_latency_is_a_win_and_failed_jobs_are_not_compared() -> None:
 
 def test_the_command_line_takes_only_known_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert against_others.parse([]).parts == against_others.PARTS
-    arguments = against_others.parse(["decode", "load", "--quantization", "none", "int8"])
+    arguments = against_others.parse(["decode", "load", "--quantization", "int8", "int4"])
     assert arguments.parts == ["decode", "load"]
-    assert arguments.quantization == ["none", "int8"]
+    assert arguments.quantization == ["int8", "int4"]
     with pytest.raises(SystemExit):
         against_others.parse(["encode"])
     assert "parts are decode, prefill, load" in capsys.readouterr().err

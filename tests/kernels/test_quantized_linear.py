@@ -1,5 +1,5 @@
-"""Linears with weights of few bits. Their results are bit for bit those of a `PackedLinear` with the
-dequantized weights."""
+"""Linears with weights of few bits. Their results are, bit for bit, those of a `PackedLinear` with
+the dequantized weights."""
 
 from __future__ import annotations
 

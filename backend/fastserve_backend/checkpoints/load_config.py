@@ -1,4 +1,4 @@
-"""Finds a model, fetches or converts its files if needed, and reads its configuration."""
+"""Finds a model, fetches its files if needed, and reads its configuration."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastserve_backend.checkpoints.architectures import ARCHITECTURES, TEXT_OF
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
+from fastserve_backend.checkpoints.gguf_index import INDEX_FILE, read_index
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.hub import download, is_hub_id
 from fastserve_backend.checkpoints.model_config import (
@@ -60,8 +61,8 @@ def load_model_config(
     """Describe `model`: a local directory in Hugging Face format, a GGUF file, a hub id, the
     embedded model or a built-in name.
 
-    This downloads a hub id (with its weights unless `load_format` is "dummy") and converts a GGUF
-    file, so that every rank finds the files in the cache.
+    This downloads a hub id (with its weights unless `load_format` is "dummy"), and converts the
+    metadata of a GGUF file, so that every rank finds the files in the cache.
 
     Args:
         device: "cpu" or "cuda".
@@ -88,11 +89,13 @@ def load_model_config(
         directory=directory,
         load_format=load_format,
         dtype=_resolve_dtype(raw, dtype, device),
-        quantization=quantization,
+        quantization=None if quantization == "as_stored" else quantization,
         kv_dtype=kv_dtype,
     )
     if stored is not None:
         config = replace(config, stored_quantization=stored)
+    elif config.quantization is None and load_format == "auto":
+        config = _as_stored(config)
     if quantization == "int4" and config.num_expert_parameters:
         raise ModelError(
             f"model {model!r} is a mixture of experts, whose weights cannot be rounded to int4; "
@@ -122,6 +125,17 @@ def load_model_config(
     return config
 
 
+def _as_stored(config: ModelConfig) -> ModelConfig:
+    """The same, with weights that stay in few bits if they are stored so."""
+    if config.directory is None or not (Path(config.directory) / INDEX_FILE).is_file():
+        return config
+    index = read_index(Path(config.directory))
+    if not index.is_quantized:
+        return config
+    num_bytes = index.memory_bytes(config.dtype)
+    return replace(config, quantization="as_stored", stored_weight_bytes=num_bytes)
+
+
 def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     builtin = _builtins().get(model)
     if builtin is not None and not Path(model).is_dir():
@@ -134,7 +148,9 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     directory = _directory(model, load_format)
     raw = read_json(directory / "config.json", model)
     _add_end_tokens(raw, directory, model)
-    if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
+    if load_format == "auto" and not any(
+        (directory / name).is_file() for name in (*WEIGHT_FILES, INDEX_FILE)
+    ):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
             "download them, or use load_format dummy for random weights"

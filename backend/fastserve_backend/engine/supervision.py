@@ -114,7 +114,7 @@ class RankSupervisor:
     def describe(self) -> str:
         """Hardware, data types and sizes, for the log."""
         ready, kv_config = self.ranks.ready, self._config.kv_cache
-        weights = self._config.model.quantization or ready.dtype
+        weights = self._model.weight_format if self._model.quantization else ready.dtype
         in_int8 = " in int8" if kv_config.device_dtype == "int8" else ""
         return (
             f"{ready.hardware}, weights in {weights}, {ready.num_blocks} KV blocks of "

@@ -9,8 +9,10 @@ from typing import cast
 import torch
 
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
+from fastserve_backend.checkpoints.gguf_index import INDEX_FILE
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.gguf_weights import gguf_tensors
 from fastserve_backend.models.model_part import ALONE, ModelPart, TensorGroup
 from fastserve_backend.models.quantized_tensors import joined_weights
 from fastserve_backend.models.weights import (
@@ -65,7 +67,9 @@ def load_model(
         model.load_weights(dummy_tensors(parameters, num_elements, dtype, device))
     else:
         assert config.directory is not None  # only dummy configurations have no files
-        source: WeightSource = checkpoint_tensors(Path(config.directory))
+        directory = Path(config.directory)
+        is_gguf = (directory / INDEX_FILE).is_file()
+        source: WeightSource = gguf_tensors(directory) if is_gguf else checkpoint_tensors(directory)
         if (stored := config.stored_quantization) is not None:
             source = joined_weights(source, stored)
             if stored.rounds_activations and part.is_first and tensor.is_first:

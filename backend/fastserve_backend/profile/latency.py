@@ -94,10 +94,9 @@ class Identity:
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """The part of a model's configuration that iteration times depend on."""
     shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
-    if model.quantization is None:
-        del shape["quantization"]
-    if model.stored_quantization is None:
-        del shape["stored_quantization"]
+    for key in ("quantization", "stored_weight_bytes", "stored_quantization"):
+        if shape[key] is None:
+            del shape[key]
     if model.kv_dtype == "same":
         del shape["kv_dtype"]
     plain: dict[str, Any] = json.loads(json.dumps(shape))  # to compare equal to a shape from a file

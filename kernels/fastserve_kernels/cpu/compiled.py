@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import torch
@@ -16,38 +17,55 @@ from fastserve_kernels.cpu.builder import BuildError, build
 from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.routes import Routes
 
-_INT = ctypes.c_int64
-_REAL = ctypes.c_double
-_POINTER = ctypes.c_void_p
-
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 12),
-    "fs_int8_kv_write": (None, [_INT] + [_POINTER] * 4 + [_INT] * 12),
-    "fs_paged_decode": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 13 + [_REAL] * 2),
-    "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 8 + [_INT] * 13 + [_REAL] * 2),
-    "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
-    "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL] * 2),
-    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL] * 2),
-    "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
-    "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
-    "fs_clamped_swiglu": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3 + [_REAL] * 2),
-    "fs_sort_choices": (None, [_POINTER] * 4 + [_INT] * 4),
-    "fs_sum_choices": (None, [_INT] + [_POINTER] * 5 + [_INT] * 3),
-    "fs_gelu_tanh_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
-    "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+_OPERATIONS = {
+    "fs_kv_write": "4P12q",
+    "fs_int8_kv_write": "q4P12q",
+    "fs_paged_decode": "2q7P13q2d",
+    "fs_paged_prefill": "2q8P13q2d",
+    "fs_add_layer_norm": "q6P4qd",
+    "fs_add_rms_norm": "q5P4q2d",
+    "fs_rms_norm_heads": "q2P5q2d",
+    "fs_rotate": "q2P5q",
+    "fs_silu_mul": "q2P3q",
+    "fs_clamped_swiglu": "q2P3q2d",
+    "fs_sort_choices": "4P4q",
+    "fs_sum_choices": "q5P3q",
+    "fs_gelu_tanh_mul": "q2P3q",
+    "fs_argmax_rows": "q2P3q",
+    "fs_linear": "q4P5q",
+    "fs_int8_linear": "q5P5q",
+    "fs_grouped_linear": "q7P4q",
+    "fs_quantized_linear": "q2Pq2P4q",
+    "fs_quantized_rows": "qPq2P2q",
+}
+"""The operations of a step and their arguments, as in `struct`, 8 bytes each."""
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
-    "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
-    "fs_int8_linear": (None, [_INT] + [_POINTER] * 5 + [_INT] * 5),
-    "fs_grouped_linear": (None, [_INT] + [_POINTER] * 7 + [_INT] * 4),
     "fs_quantized_bytes": (_INT, [_INT, _POINTER, _INT]),
     "fs_pack_quantized": (None, [_INT] + [_POINTER] * 7 + [_INT] * 2),
-    "fs_quantized_linear": (None, [_INT] + [_POINTER] * 2 + [_INT] + [_POINTER] * 2 + [_INT] * 4),
-    "fs_quantized_rows": (None, [_INT, _POINTER, _INT] + [_POINTER] * 2 + [_INT] * 2),
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+class Operation:
+    """A function of the library that works on a step's tokens.
+
+    Args:
+        arguments: their types, as in `struct`.
+    """
+
+    def __init__(self, function: Any, arguments: str) -> None:
+        function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_char_p]
+        self._function = function
+        self._pack = Struct(arguments).pack
+
+    def __call__(self, *arguments: float) -> None:
+        """Run at once, with threads of its own. A pointer is an address, 0 for none."""
+        self._function(None, self._pack(*arguments))
 
 
 class CompiledKernels:
@@ -65,33 +83,37 @@ class CompiledKernels:
             functions = ctypes.CDLL(str(library))
         except OSError as error:
             raise BuildError(f"{library} cannot be loaded: {error}") from error
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self._kv_write = functions.fs_kv_write
-        self._int8_kv_write = functions.fs_int8_kv_write
-        self._paged_decode = functions.fs_paged_decode
-        self._paged_prefill = functions.fs_paged_prefill
-        self._add_layer_norm = functions.fs_add_layer_norm
-        self._add_rms_norm = functions.fs_add_rms_norm
-        self._rms_norm_heads = functions.fs_rms_norm_heads
-        self._rotate = functions.fs_rotate
-        self._silu_mul = functions.fs_silu_mul
-        self._clamped_swiglu = functions.fs_clamped_swiglu
-        self._sort_choices = functions.fs_sort_choices
-        self._sum_choices = functions.fs_sum_choices
-        self._gelu_tanh_mul = functions.fs_gelu_tanh_mul
-        self._argmax_rows = functions.fs_argmax_rows
+
+        def operation(name: str) -> Operation:
+            return Operation(getattr(functions, name), _OPERATIONS[name])
+
+        self._kv_write = operation("fs_kv_write")
+        self._int8_kv_write = operation("fs_int8_kv_write")
+        self._paged_decode = operation("fs_paged_decode")
+        self._paged_prefill = operation("fs_paged_prefill")
+        self._add_layer_norm = operation("fs_add_layer_norm")
+        self._add_rms_norm = operation("fs_add_rms_norm")
+        self._rms_norm_heads = operation("fs_rms_norm_heads")
+        self._rotate = operation("fs_rotate")
+        self._silu_mul = operation("fs_silu_mul")
+        self._clamped_swiglu = operation("fs_clamped_swiglu")
+        self._sort_choices = operation("fs_sort_choices")
+        self._sum_choices = operation("fs_sum_choices")
+        self._gelu_tanh_mul = operation("fs_gelu_tanh_mul")
+        self._argmax_rows = operation("fs_argmax_rows")
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
         self._pack_int8_weight = functions.fs_pack_int8_weight
-        self._linear = functions.fs_linear
-        self._int8_linear = functions.fs_int8_linear
-        self._grouped_linear = functions.fs_grouped_linear
+        self._linear = operation("fs_linear")
+        self._int8_linear = operation("fs_int8_linear")
+        self._grouped_linear = operation("fs_grouped_linear")
         self._quantized_bytes = functions.fs_quantized_bytes
         self._pack_quantized = functions.fs_pack_quantized
-        self._quantized_linear = functions.fs_quantized_linear
-        self._quantized_rows = functions.fs_quantized_rows
+        self._quantized_linear = operation("fs_quantized_linear")
+        self._quantized_rows = operation("fs_quantized_rows")
 
     @classmethod
     def load(cls) -> CompiledKernels:
@@ -139,7 +161,7 @@ class CompiledKernels:
         self._paged_decode(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), None if rule.sinks is None else rule.sinks.data_ptr(),
+            context_lens.data_ptr(), _address(rule.sinks),
             tokens, heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
             stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
@@ -157,7 +179,7 @@ class CompiledKernels:
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
             context_lens.data_ptr(), query_starts.data_ptr(),
-            None if rule.sinks is None else rule.sinks.data_ptr(), len(context_lens),
+            _address(rule.sinks), len(context_lens),
             heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
             stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
@@ -171,8 +193,8 @@ class CompiledKernels:
         total, normed = torch.empty_like(x), torch.empty_like(x)
         self._add_layer_norm(
             _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(),
-            None if weight is None else weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            _address(weight),
+            _address(bias),
             total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
         )  # fmt: skip
         return total, normed
@@ -279,7 +301,7 @@ class CompiledKernels:
         y = torch.empty((rows, out_features), dtype=x.dtype)
         self._linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(),
-            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, out_features,
+            _address(bias), y.data_ptr(), rows, size, out_features,
             x.stride(0), relu,
         )  # fmt: skip
         return y
@@ -317,7 +339,7 @@ class CompiledKernels:
         y = torch.empty((rows, out_features), dtype=x.dtype)
         self._int8_linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(), scale.data_ptr(),
-            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, out_features,
+            _address(bias), y.data_ptr(), rows, size, out_features,
             x.stride(0), relu,
         )  # fmt: skip
         return y
@@ -340,9 +362,9 @@ class CompiledKernels:
         """
         y = torch.empty((len(x) if rows is None else len(rows), out_features), dtype=x.dtype)
         self._grouped_linear(
-            _DTYPE_CODES[x.dtype], x.data_ptr(), None if rows is None else rows.data_ptr(),
-            starts.data_ptr(), panels.data_ptr(), None if scales is None else scales.data_ptr(),
-            None if biases is None else biases.data_ptr(), y.data_ptr(), len(panels), x.shape[1],
+            _DTYPE_CODES[x.dtype], x.data_ptr(), _address(rows),
+            starts.data_ptr(), panels.data_ptr(), _address(scales),
+            _address(biases), y.data_ptr(), len(panels), x.shape[1],
             out_features, x.stride(0),
         )  # fmt: skip
         return y
@@ -378,7 +400,7 @@ class CompiledKernels:
         y = torch.empty((rows, out_features), dtype=x.dtype)
         self._quantized_linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), pieces.data_ptr(), len(pieces),
-            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, x.stride(0), relu,
+            _address(bias), y.data_ptr(), rows, size, x.stride(0), relu,
         )  # fmt: skip
         return y
 
@@ -397,10 +419,14 @@ class CompiledKernels:
         return y
 
 
-def _gate_mul(function: Any, x: Tensor, *more: float) -> Tensor:
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _gate_mul(operation: Operation, x: Tensor, *more: float) -> Tensor:
     rows, double = x.shape
     out = torch.empty((rows, double // 2), dtype=x.dtype)
-    function(
+    operation(
         _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0), *more
     )
     return out

@@ -108,6 +108,13 @@ def test_stacked_layers_with_different_orders(tmp_path: Path) -> None:
     check_prompt(load(tmp_path), theirs)
 
 
+def test_memory_is_that_of_the_files(tmp_path: Path) -> None:
+    saved(LLAMA, tmp_path, FORMATS["awq_32"])
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    assert config.quantization == "as_stored"
+    assert config.weight_bytes == (tmp_path / "model.safetensors").stat().st_size
+
+
 @pytest.mark.parametrize("name", ["awq_32", "fp8_tensor"])
 def test_experts(name: str, tmp_path: Path) -> None:
     """They are dequantized when they are loaded."""
@@ -127,6 +134,8 @@ def test_experts(name: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     change_config(tmp_path, quantization_config=FORMATS[name].config)
     check_prompt(load(tmp_path), theirs)
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    assert config.weight_bytes > 4 * config.num_expert_parameters
 
 
 def test_int8_of_a_quantized_checkpoint(tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ class ModelConfigSection(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's (CPU: never float16)."
     )
-    quantization: Literal["int8"] | None = Field(
+    quantization: Literal["int8", "int4", "as_stored"] | None = Field(
         None,
-        description="Round the weights of linear layers to int8, which takes half of the memory "
-        "and changes outputs a little; default: they stay as they are.",
+        description="int8 rounds the weights of linear layers to 8 bits, int4 to 4. as_stored, the "
+        "default, keeps them as the checkpoint has them, in few bits too.",
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto reads the checkpoint; dummy makes random weights."

@@ -42,7 +42,8 @@ class QuantizedLinear:
     ) -> None:
         """
         Args:
-            weights: [out, in] each, with the same `in`; tensors are of `dtype` and on `device`.
+            weights: [out, in] each, with the same `in`, whose columns are in x's order; tensors are
+                of `dtype` and on `device`.
             bias: [sum of all out] of `dtype`, on `device`, or None.
             dtype: of x and y.
         """

@@ -56,6 +56,8 @@ class QuantizedWeight:
     bits: 4, 5, 6 or 8.
     group: columns of a group. It divides `in`.
     offsets: None: all 0.
+    order: int64 ``[in]``: column k here is column order[k] of the layer, so that columns with the
+        same numbers are neighbours. None: columns are in the layer's order.
     """
 
     format: str
@@ -65,6 +67,7 @@ class QuantizedWeight:
     scales: GroupNumbers
     offsets: GroupNumbers | None = None
     center: int = 0
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,7 +76,8 @@ class QuantizedWeight:
         return out, size
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """``[out, in]``, computed in float32 and then rounded to `dtype`."""
+        """``[out, in]``, computed in float32 and then rounded to `dtype`; columns are in the
+        layer's order."""
         out = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
         for start in range(0, len(out), _ROWS):
             some = self.part(slice(start, start + _ROWS))
@@ -81,7 +85,8 @@ class QuantizedWeight:
             by_group *= some.scales.numbers()[..., None]
             if some.offsets is not None:
                 by_group += some.offsets.numbers()[..., None]
-            out[start : start + _ROWS] = by_group.flatten(1)
+            columns = slice(None) if self.order is None else self.order
+            out[start : start + _ROWS, columns] = by_group.flatten(1).to(dtype)
         return out
 
     def part(self, rows: slice | Tensor, columns: slice | None = None) -> QuantizedWeight:
@@ -92,6 +97,8 @@ class QuantizedWeight:
         """
         size = self.shape[1]
         start, stop, _ = (columns or slice(None)).indices(size)
+        if self.order is not None and (start, stop) != (0, size):
+            raise ValueError(f"columns of a weight in {self.format} are not in the layer's order")
         whole = self.group * max(
             numbers.groups_of_step for numbers in (self.scales, self.offsets) if numbers is not None
         )
@@ -119,4 +126,5 @@ class QuantizedWeight:
             codes=self.codes.to(device),
             scales=moved(self.scales),
             offsets=None if self.offsets is None else moved(self.offsets),
+            order=None if self.order is None else self.order.to(device),
         )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
-from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason, JobOutput
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -52,8 +52,13 @@ def small_llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    directory = converted_gguf(embedded_file())
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    file = embedded_file()
+    options: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # transformers would keep weights quantised
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, **options
+    ).eval()
 
 
 def conversation(*contents: str) -> list[dict[str, str]]:

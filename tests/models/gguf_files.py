@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from fastserve_backend.checkpoints.decoder_config import DecoderConfig as OurConfig
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.weights import checkpoint_tensors
+from fastserve_backend.models.gguf_weights import gguf_tensors
 from gguf import GGMLQuantizationType, GGUFValueType
 from paged_executor import POSITIONS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,6 +37,13 @@ _CORPUS = (
 _CONTROL, _NORMAL = 3, 1  # llama.cpp's types of tokens
 
 F32 = GGMLQuantizationType.F32
+
+# The bytes of each block that are float16 numbers, in types whose other bytes may be any.
+STEPS = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "TQ2_0": (64,),
+}  # fmt: skip
 
 Fields = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -144,6 +153,30 @@ def tensors(model: LlamaForCausalLM) -> Arrays:
     return out
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in a type of few bits: bytes, uint8 [rows, n]."""
+
+    kind: GGMLQuantizationType
+    data: np.ndarray
+
+    @classmethod
+    def random(cls, kind: str, rows: int, columns: int, *, size: float = 1e-3) -> Blocks:
+        """Any bytes, with steps of about `size`."""
+        known = GGMLQuantizationType[kind]
+        rng = np.random.default_rng([known, rows, columns])
+        elements, num_bytes = gguf.GGML_QUANT_SIZES[known]
+        data = rng.integers(0, 256, (rows, columns // elements, num_bytes), dtype=np.uint8)
+        for start in STEPS[kind]:
+            steps = rng.normal(0, size, data.shape[:2]).astype(np.float16)
+            data[..., start : start + 2] = steps[..., None].view(np.uint8)
+        return cls(known, data.reshape(rows, -1))
+
+    def dequantized(self) -> np.ndarray:
+        values: np.ndarray = gguf.dequantize(self.data, self.kind)
+        return values
+
+
 def write_gguf(
     path: Path,
     fields: Fields,
@@ -151,9 +184,14 @@ def write_gguf(
     *,
     kind: GGMLQuantizationType = F32,
     architecture: str = "llama",
+    blocks: Mapping[str, Blocks] = MappingProxyType({}),
 ) -> Path:
     """Writes a GGUF file whose matrices are of `kind`. Vectors stay float32, as in llama.cpp, and
-    float64 arrays keep their type."""
+    float64 arrays keep their type.
+
+    Args:
+        blocks: replace arrays of the same names.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in fields.items():
         if isinstance(value, str):
@@ -168,6 +206,9 @@ def write_gguf(
                 key, value, GGUFValueType.FLOAT32 if is_float else GGUFValueType.UINT32
             )
     for name, array in arrays.items():
+        if name in blocks:
+            writer.add_tensor(name, blocks[name].data, raw_dtype=blocks[name].kind)
+            continue
         if array.dtype == np.float64:
             writer.add_tensor(name, array)
             continue
@@ -231,7 +272,11 @@ def bfloat16(model: LlamaForCausalLM) -> dict[str, Tensor]:
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
-    return {stored.name: stored.read(()) for stored in checkpoint_tensors(directory)}
+    """The tensors of a converted file, in bfloat16."""
+    return {
+        stored.name: stored.read_dequantized(()).to(torch.bfloat16)
+        for stored in gguf_tensors(directory)
+    }
 
 
 def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

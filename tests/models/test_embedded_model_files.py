@@ -13,10 +13,10 @@ import transformers
 from fastserve_backend.checkpoints.decoder_config import DecoderConfig
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from fastserve_backend.models.gguf_conversion import convert
-from fastserve_backend.models.weights import checkpoint_tensors
+from fastserve_backend.models.gguf_weights import gguf_tensors
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,9 +97,8 @@ def test_weights_and_configuration(file: Path, directory: Path, config: DecoderC
     )
     state = model.state_dict()
     seen = set()
-    for stored in checkpoint_tensors(directory):
-        tensor = stored.read(())
-        assert tensor.dtype == torch.bfloat16
+    for stored in gguf_tensors(directory):
+        tensor = stored.read_dequantized(()).to(torch.bfloat16)
         assert torch.equal(tensor, state[stored.name]), stored.name
         seen.add(stored.name)
     assert set(state) - seen == {"lm_head.weight"}  # tied to the embedding

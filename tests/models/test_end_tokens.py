@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
 from fastserve_backend.checkpoints.end_tokens import TURN_ENDS
+from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import (
     END,
     END_OF_TURN,

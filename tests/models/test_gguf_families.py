@@ -1,18 +1,21 @@
-"""GGUF files of each family are converted and compared with their original models."""
+"""GGUF files of each family are mapped and compared with their original models."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fastserve_backend.models.gguf_conversion import convert
+from fastserve_backend.checkpoints.gguf_conversion import convert
+from fastserve_backend.models.weights import checkpoint_tensors
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from gguf_families import VARIANTS, Variant
 from gguf_files import Arrays, Fields, assert_equal, tensors_of
 from paged_executor import PagedExecutor, check, expected_logits, load, prompts
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 # Fields of transformers' configurations that a conversion may change: they name files and formats,
@@ -44,7 +47,10 @@ def test_tensors_are_those_of_the_models_checkpoint(
 ) -> None:
     model, directory = converted
     model.save_pretrained(tmp_path)
-    expected = {name: value.bfloat16() for name, value in tensors_of(tmp_path).items()}
+    expected = {
+        stored.name: stored.read_dequantized(()).bfloat16()
+        for stored in checkpoint_tensors(tmp_path)
+    }
     assert_equal(tensors_of(directory), expected)
 
 
@@ -67,9 +73,15 @@ def approximately(value: Any) -> Any:
 
 
 @torch.inference_mode()
-def test_transformers_computes_the_models_logits(converted: tuple[PreTrainedModel, Path]) -> None:
+def test_transformers_computes_the_models_logits(
+    converted: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    """From the converted configuration and the mapped weights."""
     model, directory = converted
-    again = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    weights = {name: tensor.contiguous() for name, tensor in tensors_of(directory).items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(directory / "config.json", tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     (tokens,) = prompts(30)
     torch.testing.assert_close(
         expected_logits(again, tokens), expected_logits(model, tokens), rtol=0, atol=1e-4

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import load_tokenizer
-from fastserve_backend.models.gguf_conversion import convert
 from gguf_families import VARIANTS
 from gguf_files import Arrays, Fields, add, remove, write_gguf
 

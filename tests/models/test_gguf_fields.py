@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.rotary_config import Rotary
-from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import Arrays, Fields, random_llama, write_llama
 
 SCALING = "llama.rope.scaling"

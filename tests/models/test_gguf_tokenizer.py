@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.tokenizer import load_tokenizer
-from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import BEGIN, Arrays, Fields, byte_level_bpe, config_of, random_llama, write_llama
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.checkpoints.gguf import converted_gguf
-from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import random_llama, write_llama
 
 DAY_S = 24 * 3600.0
@@ -17,7 +16,6 @@ DAY_S = 24 * 3600.0
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("fastserve_backend.checkpoints.gguf._convert", convert)  # in this process
     return tmp_path / "cache" / "fastserve" / "gguf"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, with_tokenizer_fields, write_llama
 from tokenizers import Tokenizer as FastTokenizer
 

@@ -45,8 +45,6 @@ class Architecture:
     """"module:class" of the model class, in ``fastserve_backend.models``."""
     builtin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Built-in configurations: name -> the fields of a config.json."""
-    quantizations: tuple[str, ...] = ()
-    """Of checkpoints that can be read: ``quant_method`` in ``quantization_config``."""
 
     def model_class(self) -> Any:
         """The `CausalLM` subclass. Importing it imports torch."""
@@ -74,12 +72,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "gpt_neox:GPTNeoXModel",
             GPTNeoXConfig.builtin,
         ),
-        "gpt_oss": Architecture(
-            "gpt-oss",
-            mixtures.read_gpt_oss,
-            builtin=mixtures.GPT_OSS,
-            quantizations=("mxfp4",),
-        ),
+        "gpt_oss": Architecture("gpt-oss", mixtures.read_gpt_oss, builtin=mixtures.GPT_OSS),
         "granite": Architecture("Granite 3", granite.read_granite),
         "helium": Architecture("Helium", llama.read_helium),
         "llama": Architecture(

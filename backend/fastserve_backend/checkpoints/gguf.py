@@ -1,6 +1,6 @@
-"""Converts GGUF files (llama.cpp's format), once each, to a directory in Hugging Face's format.
+"""Makes, once for each GGUF file (llama.cpp's format), a directory in Hugging Face's format.
 
-The conversion needs torch, so it runs in a process of its own, `gguf_process`.
+Its weights stay in the GGUF file, where ranks find them by an index (`gguf_index`).
 """
 
 from __future__ import annotations
@@ -9,38 +9,36 @@ import hashlib
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_index import source_file
 from fastserve_backend.system.atomic_file import remove_drafts
 from fastserve_backend.system.cache_directory import cache_directory
-from fastserve_backend.system.interpreter import child_environment, python_executable
 
 # Part of the cache's key. Raise it when the same file must be converted in another way.
-_VERSION = 8
+_VERSION = 9
 
-# A slow disk takes minutes for the largest model that it can hold twice.
-_TIMEOUT_S = 3600.0
 _DRAFT = ".new-"
+# A conversion takes a second. Drafts that are so old were left by a crash.
+_OLD_DRAFT_S = 3600.0
 
-# A conversion is as large as its model. It is removed if its file is gone or has changed, and no
-# server has started with it for so long.
+# Conversions of earlier versions are as large as their models. One is removed if its file is gone
+# or has changed, and no server has started with it for so long.
 _UNUSED_S = 30 * 24 * 3600.0
-_SOURCE = "source"  # a file in the conversion, with the path of the GGUF file
 
 _log = logging.getLogger(__name__)
 
 
 def converted_gguf(file: Path) -> Path:
-    """The directory with the safetensors, configuration, tokenizer and chat template of `file`.
+    """The directory with the configuration, tokenizer, chat template and tensor index of `file`.
 
-    The first call creates it in the user's cache directory, with a progress bar on stderr. Weights
-    are dequantised to bfloat16. A changed file is converted anew. The old conversion is removed by
-    a later one, if it has not been used for 30 days. Several processes may call this at once.
+    The first call creates it in the user's cache directory. A changed file is converted anew. The
+    old conversion is removed by a later one, if it has not been used for 30 days. Several processes
+    may call this at once.
 
     Raises:
         ModelError: the file is damaged, or its model cannot be served.
@@ -50,7 +48,6 @@ def converted_gguf(file: Path) -> Path:
         with suppress(OSError):  # the cache may be another user's
             os.utime(directory)  # marks it as used
     else:
-        _log.info("converting %s to %s, once", file, directory)
         try:
             _make(file, directory)
         except OSError as error:
@@ -74,12 +71,11 @@ def _directory(file: Path) -> Path:
 
 def _make(file: Path, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
-    remove_drafts(directory.parent.glob(f"{_DRAFT}*"), _TIMEOUT_S)
+    remove_drafts(directory.parent.glob(f"{_DRAFT}*"), _OLD_DRAFT_S)
     _remove_unused(directory.parent)
     with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=directory.parent) as scratch:
         made = Path(scratch) / "model"
         _convert(file, made)
-        (made / _SOURCE).write_bytes(os.fsencode(file.resolve()))
         try:
             made.rename(directory)
         except OSError:
@@ -99,25 +95,16 @@ def _remove_unused(conversions: Path) -> None:
 
 def _is_outdated(conversion: Path) -> bool:
     try:
-        return _directory(Path(os.fsdecode((conversion / _SOURCE).read_bytes()))) != conversion
+        return _directory(source_file(conversion)) != conversion
     except OSError:
         return True
 
 
 def _convert(file: Path, target: Path) -> None:
-    command = [python_executable(), "-m", "fastserve_backend.models.gguf_process"]
+    # A rank, whose directory exists, has no use for these imports.
+    from fastserve_backend.checkpoints.gguf_conversion import convert
+
     try:
-        subprocess.run(
-            [*command, str(file), str(target)],
-            env=child_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=True,
-        )
-    except subprocess.CalledProcessError as error:
-        reason = error.stdout.strip() or f"the conversion ended with exit code {error.returncode}"
-        raise ModelError(f"{file}: {reason}") from None
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"{file}: the conversion took over {_TIMEOUT_S:.0f} s") from None
+        convert(file, target)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None

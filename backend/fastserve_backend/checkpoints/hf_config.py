@@ -27,6 +27,9 @@ class HFConfig:
     def __contains__(self, key: str) -> bool:
         return self._raw.get(key) is not None
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._raw)
+
     def error(self, key: str, allowed: str) -> ModelError:
         """The error to raise for field `key`, whose value is not `allowed`."""
         return ModelError(f"{self.source}: {key} is {self._raw.get(key)!r}, expected {allowed}")
@@ -108,7 +111,7 @@ class HFConfig:
             raise self.error(key, "a list of numbers from 0")
         return tuple(values)
 
-    def states(self, key: str, values: Collection[str]) -> bool:
+    def states(self, key: str, values: Collection[str | int]) -> bool:
         """Whether the field has one of these values."""
         return self._raw.get(key) in values
 

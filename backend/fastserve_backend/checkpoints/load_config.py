@@ -1,4 +1,4 @@
-"""Finds a model, fetches or converts its files if needed, and reads its configuration."""
+"""Finds a model, fetches its files if needed, and reads its configuration."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastserve_backend.checkpoints.architectures import ARCHITECTURES, TEXT_OF
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
+from fastserve_backend.checkpoints.gguf_index import INDEX_FILE, read_index
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.hub import download, is_hub_id
 from fastserve_backend.checkpoints.model_config import (
@@ -23,10 +24,14 @@ from fastserve_backend.checkpoints.model_config import (
     ModelConfig,
     Quantization,
 )
+from fastserve_backend.checkpoints.quantization_config import read_quantization
+from fastserve_backend.checkpoints.weight_index import read_weight_index
 
 _log = logging.getLogger(__name__)
 
 _EOS = "eos_token_id"
+# Fields of a model that also reads images which tell about its text model.
+_OF_TEXT = (_EOS, "dtype", "torch_dtype", "quantization_config", "compression_config")
 
 GENERATION_FILE = "generation_config.json"
 
@@ -57,8 +62,8 @@ def load_model_config(
     """Describe `model`: a local directory in Hugging Face format, a GGUF file, a hub id, the
     embedded model or a built-in name.
 
-    This downloads a hub id (with its weights unless `load_format` is "dummy") and converts a GGUF
-    file, so that every rank finds the files in the cache.
+    This downloads a hub id (with its weights unless `load_format` is "dummy"), and converts the
+    metadata of a GGUF file, so that every rank finds the files in the cache.
 
     Args:
         device: "cpu" or "cuda".
@@ -78,18 +83,24 @@ def load_model_config(
     if model_type in TEXT_OF:
         raise raw.error("text_config", "an object with the fields of the text model")
     architecture = ARCHITECTURES[model_type]
-    quantized = raw.mapping("quantization_config")
-    if quantized is not None:
-        _check_quantization(quantized, model_type)
+    stored = read_quantization(raw, model_type)
     config = architecture.read(
         raw,
         name=model,
         directory=directory,
         load_format=load_format,
         dtype=_resolve_dtype(raw, dtype, device),
-        quantization=quantization,
+        quantization=None if quantization == "as_stored" else quantization,
         kv_dtype=kv_dtype,
     )
+    config = replace(config, stored_quantization=stored)
+    if config.quantization is None and load_format == "auto":
+        config = _as_stored(config)
+    if quantization == "int4" and config.num_expert_parameters:
+        raise ModelError(
+            f"model {model!r} is a mixture of experts, whose weights cannot be rounded to int4; "
+            "set quantization to int8"
+        )
     # If no file has the field, the ids are the architecture's default.
     if config.eos_token_ids != raw.token_ids(_EOS, ()):
         config = replace(config, eos_is_default=True)
@@ -114,16 +125,33 @@ def load_model_config(
     return config
 
 
-def _check_quantization(quantized: HFConfig, model_type: str) -> None:
-    """Raise ModelError unless checkpoints of this type are read in this quantization."""
-    known = {one: name for name, other in ARCHITECTURES.items() for one in other.quantizations}
-    if quantized.states("quant_method", ARCHITECTURES[model_type].quantizations):
-        return
-    read = ", ".join(f"{one} of {name}" for one, name in known.items())
-    raise ModelError(
-        f"{quantized.error('quant_method', read)}; use the model's unquantized checkpoint, with "
-        "quantization int8 if its weights are to take less memory"
-    )
+def _as_stored(config: ModelConfig) -> ModelConfig:
+    """The same, with weights that stay in few bits if they are stored so."""
+    if config.directory is None:
+        return config
+    directory = Path(config.directory)
+    if (directory / INDEX_FILE).is_file():
+        index = read_index(directory)
+        if not index.is_quantized:
+            return config
+        num_bytes = index.memory_bytes(config.dtype)
+    elif config.stored_quantization is not None:
+        experts = config.num_expert_parameters  # these are dequantized
+        share = 1 - experts / config.num_parameters
+        num_bytes = round(_weight_file_bytes(directory) * share)
+        num_bytes += experts * DTYPE_BYTES[config.dtype]
+    else:
+        return config
+    return replace(config, quantization="as_stored", stored_weight_bytes=num_bytes)
+
+
+def _weight_file_bytes(directory: Path) -> int:
+    """The size of a checkpoint. Files that are missing, which is an error later, count nothing."""
+    first = next(directory / name for name in WEIGHT_FILES if (directory / name).is_file())
+    files = [first]
+    if first.suffix == ".json":
+        files = [directory / name for name in read_weight_index(first)]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
@@ -138,7 +166,9 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     directory = _directory(model, load_format)
     raw = read_json(directory / "config.json", model)
     _add_end_tokens(raw, directory, model)
-    if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
+    if load_format == "auto" and not any(
+        (directory / name).is_file() for name in (*WEIGHT_FILES, INDEX_FILE)
+    ):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
             "download them, or use load_format dummy for random weights"
@@ -153,7 +183,7 @@ def _text_model(raw: dict[str, Any], model: str) -> dict[str, Any]:
     if text_type is None or not isinstance(text, dict):
         return raw
     _log.warning("model %r also reads images: only its text model is served", model)
-    whole = {name: raw[name] for name in (_EOS, "dtype", "torch_dtype") if name in raw}
+    whole = {name: raw[name] for name in _OF_TEXT if name in raw}
     ties = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     return {"model_type": text_type, **ties, **text, **whole}
 

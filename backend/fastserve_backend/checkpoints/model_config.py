@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal, TypedDict
 
 from fastserve_backend.checkpoints.layer_groups import LayerGroups
+from fastserve_backend.checkpoints.quantization_config import StoredQuantization
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -18,6 +19,8 @@ checkpoint stores them."""
 KVDType = Literal["same", "int8"]
 """The type of keys and values: the model's own, or 8 bits with scales."""
 
+INT4_BYTES = 0.5 + 4 / 64
+"""Of an element, with a scale and an offset in 16 bits for each group of 64."""
 INT8_SCALE_BYTES = 4
 """As in `fastserve_kernels.int8_cache`, which would import torch."""
 DTYPE_BYTES: Mapping[DType, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
@@ -58,6 +61,10 @@ class ModelConfig:
     max_model_len: int
     dtype: DType
     quantization: Quantization | None = None
+    stored_weight_bytes: int | None = None
+    """Bytes of all weights in memory, if `quantization` is as_stored; None otherwise."""
+    stored_quantization: StoredQuantization | None = None
+    """The format of the checkpoint's linear layers, if they are quantized."""
     kv_dtype: KVDType = "same"
     """Type of the cache on the device."""
     kv_layers: int | None = None
@@ -119,19 +126,35 @@ class ModelConfig:
         return self.vocab_size * self.hidden_size
 
     @property
-    def linear_element_bytes(self) -> int:
-        """Bytes of an element of a linear layer's weight, including the LM head's."""
-        return DTYPE_BYTES[self.dtype] if self.quantization is None else 1
+    def weight_format(self) -> str:
+        """How linear layers' weights are kept, for messages: a number format, or "few bits"."""
+        return "few bits" if self.quantization == "as_stored" else self.quantization or self.dtype
+
+    @property
+    def linear_element_bytes(self) -> float:
+        """Bytes of an element of a linear layer's weight, including the LM head's; a mean if
+        weights stay as they are stored."""
+        if self.stored_weight_bytes is not None:
+            return self.stored_weight_bytes / self.num_parameters
+        if self.quantization is None:
+            return DTYPE_BYTES[self.dtype]
+        return INT4_BYTES if self.quantization == "int4" else 1
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of an embedding's table that is kept beside the LM head's, or an untied one, if
+        linear layers are rounded when they are loaded; 0 otherwise."""
+        is_rounded = self.quantization in ("int8", "int4")
+        return self.num_head_parameters * DTYPE_BYTES[self.dtype] if is_rounded else 0
 
     @property
     def weight_bytes(self) -> int:
-        """The least bytes that all weights take. A quantized head counts beside its tied embedding;
-        a packed one, which is a second copy too, does not."""
-        table = self.num_head_parameters
-        if self.quantization is None:
-            return self.num_parameters * DTYPE_BYTES[self.dtype]
-        others = self.num_parameters - (0 if self.tie_word_embeddings else table)
-        return others * self.linear_element_bytes + table * DTYPE_BYTES[self.dtype]
+        """The least bytes that all weights take. A rounded head counts beside its tied embedding; a
+        packed one, which is a second copy too, does not."""
+        rounded = self.num_parameters
+        if self.table_bytes and not self.tie_word_embeddings:
+            rounded -= self.num_head_parameters
+        return round(rounded * self.linear_element_bytes) + self.table_bytes
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens: keys and values of a group of layers. In

@@ -45,7 +45,8 @@ class RankSupervisor:
     """Owns the ranks. All methods are for the engine's thread.
 
     Args:
-        make_executor: makes ranks that are not started yet.
+        executor: the first ranks, not started yet.
+        make_executor: makes those that replace them.
         start_timeout_s: how long each start may take.
 
     Raises:
@@ -60,6 +61,7 @@ class RankSupervisor:
         clock: Clock,
         counters: EngineCounters,
         admission: Admission,
+        executor: OwnedExecutor,
         make_executor: Callable[[], OwnedExecutor],
         start_timeout_s: float,
     ) -> None:
@@ -72,7 +74,6 @@ class RankSupervisor:
         self._start_timeout_s = start_timeout_s
         self._limiter = RestartLimiter()
         self._profile: LatencyProfile | None = None
-        executor = make_executor()
         try:
             self.ranks = self._start(executor)
         except BaseException:
@@ -114,7 +115,7 @@ class RankSupervisor:
     def describe(self) -> str:
         """Hardware, data types and sizes, for the log."""
         ready, kv_config = self.ranks.ready, self._config.kv_cache
-        weights = self._config.model.quantization or ready.dtype
+        weights = self._model.weight_format if self._model.quantization else ready.dtype
         in_int8 = " in int8" if kv_config.device_dtype == "int8" else ""
         return (
             f"{ready.hardware}, weights in {weights}, {ready.num_blocks} KV blocks of "

@@ -42,7 +42,7 @@ class Experts:
             bias=config.has_biases,
             dtype=part.dtype,
             device=part.device,
-            int8=part.quantization is not None,
+            int8=part.quantization == "int8",
         )
         ffn = config.intermediate_size
         self._up = grouped(2 * ffn, hidden)

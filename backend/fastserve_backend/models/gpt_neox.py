@@ -6,11 +6,12 @@ those that `transformers.GPTNeoXForCausalLM` writes, without "gpt_neox.".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.gpt_neox_config import GPTNeoXConfig
@@ -25,15 +26,20 @@ from fastserve_backend.models.layers import (
 )
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
-from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
+from fastserve_backend.models.weights import (
+    Parameter,
+    StoredTensor,
+    StoredWeight,
+    WeightSource,
+    reordered,
+)
 
-_TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": torch.nn.functional.gelu,
-    "gelu_new": _TANH_GELU,
-    "gelu_fast": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU,
-    "relu": torch.relu,
+_ACTIVATIONS: dict[str, ops.Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
 }
 
 
@@ -70,10 +76,10 @@ class GPTNeoXLayer:
         """Reorder a tensor while loading: the checkpoint has query, key and value head by head, the
         layer wants all queries, all keys, all values."""
 
-        def load(tensor: Tensor) -> None:
+        def load(weight: StoredWeight) -> None:
             heads, head_dim = self._attend.heads, self._attend.head_dim
-            by_head = tensor.view(heads, 3, head_dim, *tensor.shape[1:])
-            parameter.load(by_head.transpose(0, 1).reshape(tensor.shape))
+            by_head = torch.arange(weight.shape[0]).view(heads, 3, head_dim)
+            parameter.load(reordered(weight, by_head.transpose(0, 1).flatten()))
 
         return replace(parameter, load=load)
 
@@ -91,12 +97,12 @@ class GPTNeoXLayer:
         attended = self._out(self._attend(qkv, batch, kv, rotations[0].cos_sin))
         if self._parallel:  # both sub-layers see the same input
             _, normed = self._feed_forward_norm(update, residual)
-            return self._tensor.sum(attended + self._feed_forward(normed)), total
+            return self._tensor.sum(ops.add(attended, self._feed_forward(normed))), total
         total, normed = self._feed_forward_norm(attended, total)
         return self._feed_forward(normed), total
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self._down(self._activation(self._up(x)))
+        return self._down(ops.activate(self._up(x), self._activation))
 
 
 class GPTNeoXModel(RotaryLM):

@@ -8,6 +8,7 @@ the caller runs everything under `torch.inference_mode`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -127,13 +128,33 @@ class Linear:
         plain = [one for one in weights if isinstance(one, Tensor)]
         if len(plain) < len(weights):
             part = self._part
-            return ops.QuantizedLinear(
+            weights, order = _in_one_order(weights, part)
+            packed = ops.QuantizedLinear(
                 weights, bias, self._relu, dtype=part.dtype, device=part.device
             )
+            return packed if order is None else lambda x: packed(ops.take_columns(x, order))
         weight = plain[0] if len(plain) == 1 else torch.cat(plain)
         if self._part.quantization == "int8":
             return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
         return ops.PackedLinear(weight, bias, self._relu)
+
+
+def _in_one_order(
+    weights: Sequence[StoredWeight], part: ModelPart
+) -> tuple[Sequence[StoredWeight], Tensor | None]:
+    """The weights, with columns in one order of x's. If theirs differ, reordered ones are
+    dequantized. Layers with the same input are mostly quantized in the same order."""
+    orders = [None if isinstance(one, Tensor) else one.order for one in weights]
+    first, *others = orders
+    if first is not None and all(one is not None and torch.equal(one, first) for one in others):
+        same = [replace(one, order=None) for one in weights if isinstance(one, QuantizedWeight)]
+        return same, first.to(part.device)
+    return [
+        one
+        if isinstance(one, Tensor) or one.order is None
+        else one.dequantized(part.dtype).to(part.device)
+        for one in weights
+    ], None
 
 
 class ColumnLinear(Linear):
@@ -203,10 +224,15 @@ class RowLinear(Linear):
 
 
 class Embedding:
-    """A table of rows, [rows, width], whole on every rank."""
+    """A table of rows, [rows, width], whole on every rank.
 
-    def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
+    Args:
+        first_id: the id of the first row.
+    """
+
+    def __init__(self, rows: int, width: int, *, part: ModelPart, first_id: int = 0) -> None:
         self._shape = (rows, width)
+        self._first_id = first_id
         self._part = part
         self._table: Tensor | ops.QuantizedLinear | None = None
 
@@ -223,11 +249,15 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, width]."""
         table = self.table
-        return table[ids] if isinstance(table, Tensor) else table.rows(ids)
+        if isinstance(table, Tensor):
+            return ops.lookup_part(table, ids, self._first_id)
+        return table.rows(ids - self._first_id if self._first_id else ids)
 
     def _take(self, weight: StoredWeight) -> None:
         part = self._part
-        if isinstance(weight, QuantizedWeight) and part.quantization == "int8":
+        if isinstance(weight, QuantizedWeight) and (
+            part.quantization == "int8" or weight.order is not None
+        ):
             weight = weight.dequantized(part.dtype)
         if isinstance(weight, QuantizedWeight):
             self._table = ops.QuantizedLinear([weight], dtype=part.dtype, device=part.device)
@@ -240,8 +270,8 @@ class VocabEmbedding(Embedding):
     """An embedding whose rows are divided among the ranks. `table` is this rank's part."""
 
     def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
-        super().__init__(rows, width, part=part)
         self._rows = part.tensor.part(rows)
+        super().__init__(rows, width, part=part, first_id=self._rows.start)
 
     def parameters(self) -> dict[str, Parameter]:
         rows = (self._rows,)
@@ -250,8 +280,10 @@ class VocabEmbedding(Embedding):
     def __call__(self, ids: Tensor) -> Tensor:
         if self._part.tensor.size == 1:
             return super().__call__(ids)
+        if isinstance(self.table, Tensor):
+            return self._part.tensor.sum(super().__call__(ids))
         absent = (ids < self._rows.start) | (ids >= self._rows.stop)
-        looked_up = super().__call__((ids - self._rows.start).masked_fill_(absent, 0))
+        looked_up = super().__call__(ids.masked_fill(absent, self._rows.start))
         return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
+from fastserve_backend.checkpoints.gguf_index import INDEX_FILE
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.gguf_weights import gguf_tensors
 from fastserve_backend.models.model_part import ALONE, ModelPart, TensorGroup
+from fastserve_backend.models.quantized_tensors import joined_weights
 from fastserve_backend.models.weights import (
+    WeightSource,
     checkpoint_tensors,
     dummy_tensors,
     numel,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
@@ -60,5 +67,15 @@ def load_model(
         model.load_weights(dummy_tensors(parameters, num_elements, dtype, device))
     else:
         assert config.directory is not None  # only dummy configurations have no files
-        model.load_weights(checkpoint_tensors(Path(config.directory)), everything.keys())
+        directory = Path(config.directory)
+        is_gguf = (directory / INDEX_FILE).is_file()
+        source: WeightSource = gguf_tensors(directory) if is_gguf else checkpoint_tensors(directory)
+        if (stored := config.stored_quantization) is not None:
+            source = joined_weights(source, stored)
+            if stored.rounds_activations and part.is_first and tensor.is_first:
+                _log.info(
+                    "the checkpoint is made for activations of few bits; here they stay in %s",
+                    config.dtype,
+                )
+        model.load_weights(source, everything.keys())
     return model

@@ -88,6 +88,11 @@ class Parameter:
     takes_quantized: bool = False
 
 
+def reordered(weight: StoredWeight, rows: Tensor) -> StoredWeight:
+    """The weight with its rows in another order. rows: int64, the row that becomes each."""
+    return weight[rows] if isinstance(weight, Tensor) else weight.part(rows)
+
+
 def split_rows(stored: StoredTensor, parts: Mapping[str, int]) -> Iterator[StoredTensor]:
     """Divide a tensor into parts, name -> rows, which are read one by one.
 

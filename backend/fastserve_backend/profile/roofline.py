@@ -63,7 +63,8 @@ class Roofline(LatencyModel):
     Weights are counted from ``num_parameters``: the LM head has vocabulary × hidden, the layers
     have the rest. With tied embeddings that is exact except for the table of positions (0.1% of
     OPT-13B). An untied input table counts as part of the layers. With INT8 weights, an input table
-    in 16 bits is counted in addition, tied or not; matrix products still run in 16 bits.
+    in 16 bits is counted in addition, tied or not. Weights that stay in few bits count with their
+    mean size. Matrix products still run in 16 bits.
 
     Of a mixture of experts, a batch multiplies the active parameters. It reads the experts that its
     tokens are expected to choose at random. Tensor-parallel GPUs count as equally busy, though each
@@ -91,13 +92,13 @@ class Roofline(LatencyModel):
         element_bytes = model.linear_element_bytes
         head = model.vocab_size * model.hidden_size
         # With INT8 weights, the input table stays in 16 bits, and is not part of the layers.
-        table = 0 if model.quantization is None else head
+        table = head if model.table_bytes else 0
         layers = model.num_parameters - head - (0 if model.tie_word_embeddings else table)
         stages = [len(stage) for stage in layers_of_stages(model, pipeline_parallel)]
         weights = [layers * count / model.num_layers for count in stages]
         weights[-1] += head
         stage_bytes = [count * element_bytes for count in weights]
-        stage_bytes[0] += table * DTYPE_BYTES[model.dtype]
+        stage_bytes[0] += model.table_bytes
         self._weight_bytes = max(stage_bytes) / tensor_parallel
         if self._weight_bytes > hardware.hbm_bytes:
             smaller = ", or quantization int8" if model.quantization is None else ""

@@ -131,7 +131,7 @@ def _does_not_fit(setup: Setup, config: ModelConfig, device: torch.device) -> Co
     weights = config.weight_bytes / ranks
     return ConfigError(
         f"model.model: the weights are {weights / 2**30:.1f} GiB a rank in "
-        f"{config.quantization or config.dtype}; with a "
+        f"{config.weight_format}; with a "
         f"step of scheduler.max_num_batched_tokens {setup.max_num_batched_tokens} they do not fit "
         f"the {total / 2**30:.1f} GiB of {torch.cuda.get_device_name(device)}; raise "
         "tensor_parallel_size or pipeline_parallel_size, or lower max_num_batched_tokens"

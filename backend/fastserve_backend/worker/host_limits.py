@@ -80,7 +80,7 @@ def check_weights_fit(config: ModelConfig, num_ranks: int, num_local_ranks: int)
         exact = ", model.quantization int8" if config.quantization is None else ""
         raise ConfigError(
             f"model.model: the weights are {weights / 2**30:.1f} GiB on this host in "
-            f"{config.quantization or config.dtype}, where {free / 2**30:.1f} GiB of memory are "
+            f"{config.weight_format}, where {free / 2**30:.1f} GiB of memory are "
             f"free (within the container's limit); take a smaller model{wide}{exact} or more hosts"
         )
 

@@ -11,40 +11,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastserve_kernels.activations import ACTIVATIONS, Activation
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
+from fastserve_kernels.cpu.operations import Operation, empty
+from fastserve_kernels.cpu.program import Run
 from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.routes import Routes
 
-_INT = ctypes.c_int64
-_REAL = ctypes.c_double
-_POINTER = ctypes.c_void_p
-
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 12),
-    "fs_int8_kv_write": (None, [_INT] + [_POINTER] * 4 + [_INT] * 12),
-    "fs_paged_decode": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 13 + [_REAL] * 2),
-    "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 8 + [_INT] * 13 + [_REAL] * 2),
-    "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
-    "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL] * 2),
-    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL] * 2),
-    "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
-    "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
-    "fs_clamped_swiglu": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3 + [_REAL] * 2),
-    "fs_sort_choices": (None, [_POINTER] * 4 + [_INT] * 4),
-    "fs_sum_choices": (None, [_INT] + [_POINTER] * 5 + [_INT] * 3),
-    "fs_gelu_tanh_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
-    "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+_OPERATIONS = {
+    "fs_paged_decode": "2q7P13q2d",
+    "fs_paged_prefill": "2q8P13q2d",
+    "fs_linear": "q4P5q",
+    "fs_int8_linear": "q5P5q",
+    "fs_grouped_linear": "q7P4q",
+    "fs_quantized_linear": "q2Pq2P4q",
+    "fs_quantized_rows": "qPq2P2q",
+    "fs_sort_choices": "4P4q",
+    "fs_sum_choices": "q5P3q",
+}
+"""Operations and the types of their arguments, see `Operation`."""
+_OPERATIONS_BY_ROW = {
+    "fs_lookup_rows": "3P5q",
+    "fs_take_columns": "q3P3q",
+    "fs_zero_rows": "P2q",
+    "fs_add": "q3P4q",
+    "fs_scale": "qP3qd",
+    "fs_scale_rows": "q2P3q",
+    "fs_clamp": "qP3qd",
+    "fs_soft_cap": "qP3qd",
+    "fs_activate": "q2P4q",
+    "fs_activate_mul": "q2P4q",
+    "fs_clamped_swiglu": "q2P3q2d",
+    "fs_kv_write": "4P12q",
+    "fs_int8_kv_write": "q4P12q",
+    "fs_add_layer_norm": "q6P4qd",
+    "fs_add_rms_norm": "q5P4q2d",
+    "fs_rms_norm_heads": "q2P5q2d",
+    "fs_rotate": "q2P5q",
+    "fs_argmax_rows": "q2P3q",
+}
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "fs_run": (None, [_POINTER, _INT, _POINTER]),
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
-    "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
-    "fs_int8_linear": (None, [_INT] + [_POINTER] * 5 + [_INT] * 5),
-    "fs_grouped_linear": (None, [_INT] + [_POINTER] * 7 + [_INT] * 4),
     "fs_quantized_bytes": (_INT, [_INT, _POINTER, _INT]),
     "fs_pack_quantized": (None, [_INT] + [_POINTER] * 7 + [_INT] * 2),
-    "fs_quantized_linear": (None, [_INT] + [_POINTER] * 2 + [_INT] + [_POINTER] * 2 + [_INT] * 4),
-    "fs_quantized_rows": (None, [_INT, _POINTER, _INT] + [_POINTER] * 2 + [_INT] * 2),
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -65,33 +79,50 @@ class CompiledKernels:
             functions = ctypes.CDLL(str(library))
         except OSError as error:
             raise BuildError(f"{library} cannot be loaded: {error}") from error
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self._kv_write = functions.fs_kv_write
-        self._int8_kv_write = functions.fs_int8_kv_write
-        self._paged_decode = functions.fs_paged_decode
-        self._paged_prefill = functions.fs_paged_prefill
-        self._add_layer_norm = functions.fs_add_layer_norm
-        self._add_rms_norm = functions.fs_add_rms_norm
-        self._rms_norm_heads = functions.fs_rms_norm_heads
-        self._rotate = functions.fs_rotate
-        self._silu_mul = functions.fs_silu_mul
-        self._clamped_swiglu = functions.fs_clamped_swiglu
-        self._sort_choices = functions.fs_sort_choices
-        self._sum_choices = functions.fs_sum_choices
-        self._gelu_tanh_mul = functions.fs_gelu_tanh_mul
-        self._argmax_rows = functions.fs_argmax_rows
+
+        def operation(name: str) -> Operation:
+            is_by_row = name in _OPERATIONS_BY_ROW
+            types = (_OPERATIONS_BY_ROW if is_by_row else _OPERATIONS)[name]
+            return Operation(getattr(functions, name), types, is_by_row)
+
+        self.run_program: Run = functions.fs_run
+        """For `Program`."""
+
+        self._kv_write = operation("fs_kv_write")
+        self._int8_kv_write = operation("fs_int8_kv_write")
+        self._paged_decode = operation("fs_paged_decode")
+        self._paged_prefill = operation("fs_paged_prefill")
+        self._add_layer_norm = operation("fs_add_layer_norm")
+        self._add_rms_norm = operation("fs_add_rms_norm")
+        self._rms_norm_heads = operation("fs_rms_norm_heads")
+        self._rotate = operation("fs_rotate")
+        self._lookup_rows = operation("fs_lookup_rows")
+        self._take_columns = operation("fs_take_columns")
+        self._zero_rows = operation("fs_zero_rows")
+        self._add = operation("fs_add")
+        self._scale = operation("fs_scale")
+        self._scale_rows = operation("fs_scale_rows")
+        self._clamp = operation("fs_clamp")
+        self._soft_cap = operation("fs_soft_cap")
+        self._activate = operation("fs_activate")
+        self._activate_mul = operation("fs_activate_mul")
+        self._clamped_swiglu = operation("fs_clamped_swiglu")
+        self._sort_choices = operation("fs_sort_choices")
+        self._sum_choices = operation("fs_sum_choices")
+        self._argmax_rows = operation("fs_argmax_rows")
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
         self._pack_int8_weight = functions.fs_pack_int8_weight
-        self._linear = functions.fs_linear
-        self._int8_linear = functions.fs_int8_linear
-        self._grouped_linear = functions.fs_grouped_linear
+        self._linear = operation("fs_linear")
+        self._int8_linear = operation("fs_int8_linear")
+        self._grouped_linear = operation("fs_grouped_linear")
         self._quantized_bytes = functions.fs_quantized_bytes
         self._pack_quantized = functions.fs_pack_quantized
-        self._quantized_linear = functions.fs_quantized_linear
-        self._quantized_rows = functions.fs_quantized_rows
+        self._quantized_linear = operation("fs_quantized_linear")
+        self._quantized_rows = operation("fs_quantized_rows")
 
     @classmethod
     def load(cls) -> CompiledKernels:
@@ -139,7 +170,7 @@ class CompiledKernels:
         self._paged_decode(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), None if rule.sinks is None else rule.sinks.data_ptr(),
+            context_lens.data_ptr(), _address(rule.sinks),
             tokens, heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
             stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
@@ -157,7 +188,7 @@ class CompiledKernels:
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
             context_lens.data_ptr(), query_starts.data_ptr(),
-            None if rule.sinks is None else rule.sinks.data_ptr(), len(context_lens),
+            _address(rule.sinks), len(context_lens),
             heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
             stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
@@ -168,11 +199,11 @@ class CompiledKernels:
     ) -> tuple[Tensor, Tensor]:
         """See `ops.add_layer_norm`."""
         rows, size = x.shape
-        total, normed = torch.empty_like(x), torch.empty_like(x)
+        total, normed = empty((rows, size), x.dtype), empty((rows, size), x.dtype)
         self._add_layer_norm(
             _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(),
-            None if weight is None else weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            _address(weight),
+            _address(bias),
             total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
         )  # fmt: skip
         return total, normed
@@ -182,7 +213,7 @@ class CompiledKernels:
     ) -> tuple[Tensor, Tensor]:
         """See `ops.add_rms_norm`."""
         rows, size = x.shape
-        total, normed = torch.empty_like(x), torch.empty_like(x)
+        total, normed = empty((rows, size), x.dtype), empty((rows, size), x.dtype)
         self._add_rms_norm(
             _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
             total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
@@ -208,13 +239,84 @@ class CompiledKernels:
             cos_sin.shape[1] // 2, stride_t, stride_h,
         )  # fmt: skip
 
+    def lookup_rows(self, table: Tensor, ids: Tensor, first: int | None) -> Tensor:
+        """See `ops.lookup_rows`, and `ops.lookup_part` for `first`."""
+        num_rows, size = table.shape
+        out = empty((len(ids), size), table.dtype)
+        self._lookup_rows(
+            out.data_ptr(), table.data_ptr(), ids.data_ptr(), len(ids),
+            size * table.element_size(), num_rows, first or 0, first is None,
+        )  # fmt: skip
+        return out
+
+    def take_columns(self, x: Tensor, columns: Tensor) -> Tensor:
+        """See `ops.take_columns`."""
+        rows, size = len(x), len(columns)
+        out = empty((rows, size), x.dtype)
+        self._take_columns(
+            _DTYPE_CODES[x.dtype], out.data_ptr(), x.data_ptr(), columns.data_ptr(), rows, size,
+            x.stride(0),
+        )  # fmt: skip
+        return out
+
+    def zeros_like(self, x: Tensor) -> Tensor:
+        """See `ops.zeros_like`."""
+        rows, size = x.shape
+        out = empty((rows, size), x.dtype)
+        self._zero_rows(out.data_ptr(), rows, size * x.element_size())
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `ops.add`."""
+        rows, size = x.shape
+        out = empty((rows, size), x.dtype)
+        self._add(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), y.data_ptr(), out.data_ptr(), rows, size,
+            x.stride(0), y.stride(0),
+        )  # fmt: skip
+        return out
+
+    def scale_(self, x: Tensor, factor: float) -> Tensor:
+        """See `ops.scale_`."""
+        return _in_place(self._scale, x, factor)
+
+    def scale_rows_(self, x: Tensor, factors: Tensor) -> Tensor:
+        """See `ops.scale_rows_`."""
+        rows, size = x.shape
+        self._scale_rows(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), factors.data_ptr(), rows, size, x.stride(0)
+        )
+        return x
+
+    def clamp_(self, x: Tensor, limit: float) -> Tensor:
+        """See `ops.clamp_`."""
+        return _in_place(self._clamp, x, limit)
+
+    def soft_cap_(self, x: Tensor, cap: float) -> Tensor:
+        """See `ops.soft_cap_`."""
+        return _in_place(self._soft_cap, x, cap)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """See `ops.activate`."""
+        rows, size = x.shape
+        out = empty((rows, size), x.dtype)
+        self._activate(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, size, x.stride(0),
+            ACTIVATIONS.index(activation),
+        )  # fmt: skip
+        return out
+
     def silu_mul(self, x: Tensor) -> Tensor:
         """See `ops.silu_mul`."""
-        return _gate_mul(self._silu_mul, x)
+        return self.activate_mul(x, "silu")
 
     def gelu_tanh_mul(self, x: Tensor) -> Tensor:
         """See `ops.gelu_tanh_mul`."""
-        return _gate_mul(self._gelu_tanh_mul, x)
+        return self.activate_mul(x, "gelu_tanh")
+
+    def activate_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """See `ops.activate_mul`."""
+        return _gate_mul(self._activate_mul, x, ACTIVATIONS.index(activation))
 
     def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
         """See `ops.clamped_swiglu`."""
@@ -246,7 +348,7 @@ class CompiledKernels:
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """See `ops.argmax_rows`."""
         rows, size = logits.shape
-        out = torch.empty(rows, dtype=torch.int64)
+        out = empty((rows,), torch.int64)
         self._argmax_rows(
             _DTYPE_CODES[logits.dtype], logits.data_ptr(), out.data_ptr(), rows, size,
             logits.stride(0),
@@ -276,10 +378,10 @@ class CompiledKernels:
     ) -> Tensor:
         """Multiply x [T, in], rows contiguous, by the packed weight: [T, out_features]."""
         rows, size = x.shape
-        y = torch.empty((rows, out_features), dtype=x.dtype)
+        y = empty((rows, out_features), x.dtype)
         self._linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(),
-            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, out_features,
+            _address(bias), y.data_ptr(), rows, size, out_features,
             x.stride(0), relu,
         )  # fmt: skip
         return y
@@ -314,10 +416,10 @@ class CompiledKernels:
         scale: [out_features], contiguous, of x's dtype, a factor for each row of the weight.
         """
         rows, size = x.shape
-        y = torch.empty((rows, out_features), dtype=x.dtype)
+        y = empty((rows, out_features), x.dtype)
         self._int8_linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(), scale.data_ptr(),
-            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, out_features,
+            _address(bias), y.data_ptr(), rows, size, out_features,
             x.stride(0), relu,
         )  # fmt: skip
         return y
@@ -340,9 +442,9 @@ class CompiledKernels:
         """
         y = torch.empty((len(x) if rows is None else len(rows), out_features), dtype=x.dtype)
         self._grouped_linear(
-            _DTYPE_CODES[x.dtype], x.data_ptr(), None if rows is None else rows.data_ptr(),
-            starts.data_ptr(), panels.data_ptr(), None if scales is None else scales.data_ptr(),
-            None if biases is None else biases.data_ptr(), y.data_ptr(), len(panels), x.shape[1],
+            _DTYPE_CODES[x.dtype], x.data_ptr(), _address(rows),
+            starts.data_ptr(), panels.data_ptr(), _address(scales),
+            _address(biases), y.data_ptr(), len(panels), x.shape[1],
             out_features, x.stride(0),
         )  # fmt: skip
         return y
@@ -375,10 +477,10 @@ class CompiledKernels:
     ) -> Tensor:
         """As `linear`, with a weight that is pieces of few bits."""
         rows, size = x.shape
-        y = torch.empty((rows, out_features), dtype=x.dtype)
+        y = empty((rows, out_features), x.dtype)
         self._quantized_linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), pieces.data_ptr(), len(pieces),
-            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, x.stride(0), relu,
+            _address(bias), y.data_ptr(), rows, size, x.stride(0), relu,
         )  # fmt: skip
         return y
 
@@ -389,7 +491,7 @@ class CompiledKernels:
 
         ids: int64 [T], contiguous.
         """
-        y = torch.empty((len(ids), in_features), dtype=dtype)
+        y = empty((len(ids), in_features), dtype)
         self._quantized_rows(
             _DTYPE_CODES[dtype], pieces.data_ptr(), len(pieces), ids.data_ptr(), y.data_ptr(),
             len(ids), in_features,
@@ -397,10 +499,20 @@ class CompiledKernels:
         return y
 
 
-def _gate_mul(function: Any, x: Tensor, *more: float) -> Tensor:
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _in_place(operation: Operation, x: Tensor, number: float) -> Tensor:
+    rows, size = x.shape
+    operation(_DTYPE_CODES[x.dtype], x.data_ptr(), rows, size, x.stride(0), number)
+    return x
+
+
+def _gate_mul(operation: Operation, x: Tensor, *more: float) -> Tensor:
     rows, double = x.shape
-    out = torch.empty((rows, double // 2), dtype=x.dtype)
-    function(
+    out = empty((rows, double // 2), x.dtype)
+    operation(
         _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0), *more
     )
     return out

@@ -1,8 +1,6 @@
 // y = x W^T + b with W [out, in] packed once, in panels of its own type, in INT8, with a scale for each
-// row of W, or in formats of few bits. Rows of x may be in groups, each with a W of its own: the experts of a mixture. A row's
-// result does not depend on what it is batched with, bit for bit.
-#include <omp.h>
-
+// row of W, or in formats of few bits. Rows of x may be in groups, each with a W of its own: the experts
+// of a mixture. A row's result does not depend on what it is batched with, bit for bit.
 #include <algorithm>
 #include <vector>
 
@@ -10,7 +8,7 @@
 #include "int8_panels.h"
 #include "products.h"
 #include "quantized_panels.h"
-#include "shares.h"
+#include "team.h"
 
 namespace fastserve {
 
@@ -147,20 +145,16 @@ struct Plan {
 
 // count: panels of a weight.
 template <typename Panels, typename T>
-static void linear(const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of_x, T* y, int64_t in,
-                   int64_t out, int64_t count, bool relu) {
+static void linear(const Team* team, const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of_x,
+                   T* y, int64_t in, int64_t out, int64_t count, bool relu) {
     using P = Product<T>;
     using X = typename P::X;
-    // Kept between calls: a fresh large buffer would be page-faulted in every time.
-    static thread_local AlignedVector<X> packed;
     const int64_t steps = steps_of<T>(in);
     const int64_t tile_size = P::ROWS * std::max<int64_t>(1, steps);
     const int64_t most_tiles =
         std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
     const Plan plan = Plan::of<P>(groups, most_tiles);
     const int64_t tiles_at_a_time = std::min<int64_t>(plan.tiles.size(), most_tiles);
-    packed.resize(tiles_at_a_time * tile_size);
-    X* const buffer = packed.data();
     const auto output_of = [&](const Group<T>& group, Columns columns) {
         const auto [column, width] = columns;
         return Output<T>{
@@ -171,25 +165,24 @@ static void linear(const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of
             group.bias ? load_pair_n(group.bias + column, width) : Pair{},
             relu};
     };
-    Shares shares(omp_get_max_threads());
-#pragma omp parallel
-    {
+    in_team(team, true, [&](const Team& own) {
         [[maybe_unused]] const typename P::Unit unit{};
         Panels weights(steps);
+        X* const packed = own.buffer<X>(0, tiles_at_a_time * tile_size);
         static thread_local AlignedVector<float> sums_of_tiles;
         sums_of_tiles.resize(tiles_at_a_time * P::ROWS * PAIR);
         for (const Plan::Block& block : plan.blocks) {
-            const int thread = omp_get_thread_num();
-            shares.deal((block.end_batch - block.first_batch) * count, thread,
-                        omp_get_num_threads());
-#pragma omp for schedule(static)
-            for (int64_t tile = block.first_tile; tile < block.end_tile; ++tile) {
-                const auto [first, height] = plan.tiles[tile];
+            if (&block != plan.blocks.data()) own.barrier();  // all have used what is packed
+            own.deal((block.end_batch - block.first_batch) * count);
+            const auto [first_tile, end_tile] = own.part(block.end_tile - block.first_tile);
+            for (int64_t place = first_tile; place < end_tile; ++place) {
+                const auto [first, height] = plan.tiles[block.first_tile + place];
                 P::pack([&, row = first](int64_t m) { return row_of_x(row + m); }, height, in,
-                        buffer + (tile - block.first_tile) * tile_size);
+                        packed + place * tile_size);
             }
+            own.barrier();
             // Panel by panel, those of one batch after the other.
-            for (int64_t item; (item = shares.take(thread)) >= 0;) {
+            for (int64_t item; (item = own.take()) >= 0;) {
                 const Plan::Batch& batch = plan.batches[block.first_batch + item / count];
                 const int64_t panel = item % count, tiles = batch.end_tile - batch.first_tile;
                 const int64_t pass_steps =
@@ -198,10 +191,10 @@ static void linear(const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of
                 const Output<T> output = output_of(groups[batch.group], weights.columns(panel, out));
                 if constexpr (Panels::FEW_ROWS > 0) {
                     const auto [first, height] = plan.tiles[batch.first_tile];
+                    const int64_t place = batch.first_tile - block.first_tile;
                     float* const sums = sums_of_tiles.data();
                     if (tiles == 1 && height <= Panels::FEW_ROWS &&
-                        weights.multiply(panel, buffer + (batch.first_tile - block.first_tile) * tile_size,
-                                         height, sums)) {
+                        weights.multiply(panel, packed + place * tile_size, height, sums)) {
                         for (int64_t m = 0; m < height; ++m)
                             output.write(first + m, load_pair(sums + m * PAIR));
                         continue;
@@ -215,7 +208,7 @@ static void linear(const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of
                         const auto [first, height] = plan.tiles[batch.first_tile + tile];
                         const int64_t place = batch.first_tile + tile - block.first_tile;
                         float* const sums = sums_of_tiles.data() + tile * P::ROWS * PAIR;
-                        P::of_tile(sums, PAIR, buffer + place * tile_size, height, of_steps, begin,
+                        P::of_tile(sums, PAIR, packed + place * tile_size, height, of_steps, begin,
                                    end, weights.next(panel, tile, tiles));
                         for (int64_t m = 0; m < height && end == steps; ++m)
                             output.write(first + m, load_pair(sums + m * PAIR));
@@ -223,16 +216,15 @@ static void linear(const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of
                     begin = end;
                 } while (begin < steps);
             }
-#pragma omp barrier
         }
-    }
+    });
 }
 
 // All rows have the weight that is given.
 template <typename Panels, typename T>
-static void linear(const T* x, const void* panels, const T* scale, const T* bias, T* y, int64_t rows,
-                   int64_t in, int64_t out, int64_t x_stride, bool relu) {
-    linear<Panels, T>({{panels, scale, bias, 0, rows}}, {x, x_stride, nullptr}, y, in, out,
+static void linear(const Team* team, const T* x, const void* panels, const T* scale, const T* bias,
+                   T* y, int64_t rows, int64_t in, int64_t out, int64_t x_stride, bool relu) {
+    linear<Panels, T>(team, {{panels, scale, bias, 0, rows}}, {x, x_stride, nullptr}, y, in, out,
                       panels_of(out), relu);
 }
 
@@ -283,25 +275,25 @@ extern "C" void fs_pack_int8_weight(int64_t dtype, const void* weight, void* pan
     });
 }
 
-extern "C" void fs_linear(int64_t dtype, const void* x, const void* panels, const void* bias,
-                          void* y, int64_t rows, int64_t in, int64_t out, int64_t x_stride,
-                          int64_t relu) {
-    fastserve::with_type(dtype, [&](auto type) {
+namespace fastserve {
+
+static void linear_any(const Team* team, int64_t dtype, const void* x, const void* panels,
+                       const void* bias, void* y, int64_t rows, int64_t in, int64_t out,
+                       int64_t x_stride, int64_t relu) {
+    with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        fastserve::linear<fastserve::SamePanels<T>>((const T*)x, panels, (const T*)nullptr,
-                                                    (const T*)bias, (T*)y, rows, in, out, x_stride,
-                                                    relu != 0);
+        linear<SamePanels<T>>(team, (const T*)x, panels, (const T*)nullptr, (const T*)bias, (T*)y,
+                              rows, in, out, x_stride, relu != 0);
     });
 }
 
-extern "C" void fs_int8_linear(int64_t dtype, const void* x, const void* panels, const void* scale,
-                               const void* bias, void* y, int64_t rows, int64_t in, int64_t out,
-                               int64_t x_stride, int64_t relu) {
-    fastserve::with_type(dtype, [&](auto type) {
+static void int8_linear_any(const Team* team, int64_t dtype, const void* x, const void* panels,
+                            const void* scale, const void* bias, void* y, int64_t rows, int64_t in,
+                            int64_t out, int64_t x_stride, int64_t relu) {
+    with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        fastserve::linear<fastserve::Int8Panels<T>>((const T*)x, panels, (const T*)scale,
-                                                    (const T*)bias, (T*)y, rows, in, out, x_stride,
-                                                    relu != 0);
+        linear<Int8Panels<T>>(team, (const T*)x, panels, (const T*)scale, (const T*)bias, (T*)y,
+                              rows, in, out, x_stride, relu != 0);
     });
 }
 
@@ -309,11 +301,10 @@ extern "C" void fs_int8_linear(int64_t dtype, const void* x, const void* panels,
 // of x that `rows` names, or, without it, those of the same numbers. Other rows of y stay as they are.
 // panels: of all weights, one after the other, in INT8 if there are scales [groups, out]. biases
 // [groups, out] or null.
-extern "C" void fs_grouped_linear(int64_t dtype, const void* x, const int32_t* rows,
-                                  const int32_t* starts, const void* panels, const void* scales,
-                                  const void* biases, void* y, int64_t groups, int64_t in,
-                                  int64_t out, int64_t x_stride) {
-    using namespace fastserve;
+static void grouped_linear_any(const Team* team, int64_t dtype, const void* x, const int32_t* rows,
+                               const int32_t* starts, const void* panels, const void* scales,
+                               const void* biases, void* y, int64_t groups, int64_t in, int64_t out,
+                               int64_t x_stride) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const RowsOfX<T> row_of_x{(const T*)x, x_stride, rows};
@@ -322,13 +313,38 @@ extern "C" void fs_grouped_linear(int64_t dtype, const void* x, const int32_t* r
                                     (const T*)biases, in, out);
         };
         if (scales)
-            linear<Int8Panels<T>>(groups_of((const int8_t*)panels), row_of_x, (T*)y, in, out,
+            linear<Int8Panels<T>>(team, groups_of((const int8_t*)panels), row_of_x, (T*)y, in, out,
                                   panels_of(out), false);
         else
-            linear<SamePanels<T>>(groups_of((const T*)panels), row_of_x, (T*)y, in, out,
+            linear<SamePanels<T>>(team, groups_of((const T*)panels), row_of_x, (T*)y, in, out,
                                   panels_of(out), false);
     });
 }
+
+// pieces: `count` of them, one below the other.
+static void quantized_linear_any(const Team* team, int64_t dtype, const void* x, const void* pieces,
+                                 int64_t count, const void* bias, void* y, int64_t rows, int64_t in,
+                                 int64_t x_stride, int64_t relu) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const Pieces<T> weight((const StoredPiece*)pieces, count, in);
+        linear<QuantizedPanels<T>, T>(team, {{&weight, nullptr, (const T*)bias, 0, rows}},
+                                      {(const T*)x, x_stride, nullptr}, (T*)y, in, weight.out(),
+                                      weight.panels(), relu != 0);
+    });
+}
+
+// Rows `ids` of the weight: y [ids, in].
+static void quantized_rows_any(const Team* team, int64_t dtype, const void* pieces, int64_t count,
+                               const int64_t* ids, void* y, int64_t ids_count, int64_t in) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        look_up_rows(team, Pieces<T>((const StoredPiece*)pieces, count, in), ids, ids_count, in,
+                     (T*)y);
+    });
+}
+
+}  // namespace fastserve
 
 // The layout of a piece is in quantized_panels.h.
 extern "C" int64_t fs_quantized_bytes(int64_t dtype, const void* piece, int64_t in) {
@@ -353,26 +369,8 @@ extern "C" void fs_pack_quantized(int64_t dtype, const void* piece, const void* 
     });
 }
 
-// pieces: `count` of them, one below the other.
-extern "C" void fs_quantized_linear(int64_t dtype, const void* x, const void* pieces, int64_t count,
-                                    const void* bias, void* y, int64_t rows, int64_t in,
-                                    int64_t x_stride, int64_t relu) {
-    using namespace fastserve;
-    with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        const Pieces<T> weight((const StoredPiece*)pieces, count, in);
-        linear<QuantizedPanels<T>, T>({{&weight, nullptr, (const T*)bias, 0, rows}},
-                                      {(const T*)x, x_stride, nullptr}, (T*)y, in, weight.out(),
-                                      weight.panels(), relu != 0);
-    });
-}
-
-// Rows `ids` of the weight: y [ids, in].
-extern "C" void fs_quantized_rows(int64_t dtype, const void* pieces, int64_t count,
-                                  const int64_t* ids, void* y, int64_t ids_count, int64_t in) {
-    using namespace fastserve;
-    with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        look_up_rows(Pieces<T>((const StoredPiece*)pieces, count, in), ids, ids_count, in, (T*)y);
-    });
-}
+OPERATION(fs_linear, linear_any)
+OPERATION(fs_int8_linear, int8_linear_any)
+OPERATION(fs_grouped_linear, grouped_linear_any)
+OPERATION(fs_quantized_linear, quantized_linear_any)
+OPERATION(fs_quantized_rows, quantized_rows_any)

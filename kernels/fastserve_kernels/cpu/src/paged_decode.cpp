@@ -5,14 +5,13 @@
 #include <type_traits>
 #include <vector>
 
-#include <omp.h>
-
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
 #include "online_softmax.h"
 #include "paged_rows.h"
+#include "team.h"
 #include "vec.h"
 
 namespace fastserve {
@@ -267,20 +266,18 @@ struct DecodeArgs {
 };
 
 template <typename T, typename S, int D>
-static void decode(const DecodeArgs& a) {
+static void decode(const Team* team, const DecodeArgs& a) {
     const Attend<T, S, D> attend{{(int)a.key_dim}, {(int)a.value_dim}, a.rule};
     const PagedCache<S> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.width);
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t per_item = heads_per_item(a.tokens, a.kv_heads, group, omp_get_max_threads());
-    const int64_t splits = (a.kv_heads + per_item - 1) / per_item;
-    const int64_t items = a.tokens * splits;
-#pragma omp parallel if (items > 1)
-    {
+    in_team(team, a.tokens * a.kv_heads > 1, [&](const Team& own) {
+        const int64_t per_item = heads_per_item(a.tokens, a.kv_heads, group, own.threads());
+        const int64_t splits = (a.kv_heads + per_item - 1) / per_item;
         const int64_t stride = attend.floats_of_query();
         std::vector<float> memory(per_item * group * stride);
         std::vector<CacheQuery> queries(per_item * group);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < items; ++item) {
+        own.deal(a.tokens * splits);
+        for (int64_t item; (item = own.take()) >= 0;) {
             const int64_t t = item / splits, first = item % splits * per_item;
             const int64_t end = std::min(first + per_item, a.kv_heads);
             const T* query = (const T*)a.query + t * a.query_stride_t;
@@ -297,34 +294,37 @@ static void decode(const DecodeArgs& a) {
             for (int i = 0; i < count; ++i)
                 attend.finish(queries[i], out + (first * group + i) * a.value_dim);
         }
-    }
+    });
 }
 
 template <typename T, typename S>
-static void decode_any(const DecodeArgs& a) {
+static void decode_any(const Team* team, const DecodeArgs& a) {
     const int64_t dim = a.key_dim == a.value_dim ? a.key_dim : 0;
-    if (dim == 64) return decode<T, S, 64>(a);
-    if (dim == 80) return decode<T, S, 80>(a);
-    if (dim == 128) return decode<T, S, 128>(a);
-    decode<T, S, 0>(a);
+    if (dim == 64) return decode<T, S, 64>(team, a);
+    if (dim == 80) return decode<T, S, 80>(team, a);
+    if (dim == 128) return decode<T, S, 128>(team, a);
+    decode<T, S, 0>(team, a);
+}
+
+static void paged_decode_any(const Team* team, int64_t dtype, int64_t kv_dtype, const void* query,
+                             const void* kv, void* out, const int32_t* block_tables,
+                             const int32_t* table_starts, const int32_t* context_lens,
+                             const float* sinks, int64_t tokens, int64_t heads, int64_t kv_heads,
+                             int64_t key_dim, int64_t value_dim, int64_t width, int64_t block_size,
+                             int64_t layers, int64_t layer, int64_t query_stride_t,
+                             int64_t query_stride_h, int64_t out_stride_t, int64_t window,
+                             double scale, double soft_cap) {
+    const DecodeArgs args{
+        query, kv, out, block_tables, table_starts, context_lens, tokens, heads, kv_heads, key_dim,
+        value_dim, width, block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t,
+        AttentionRule(scale, window, soft_cap, sinks)};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (kv_dtype == kInt8) return decode_any<T, int8_t>(team, args);
+        decode_any<T, T>(team, args);
+    });
 }
 
 }  // namespace fastserve
 
-extern "C" void fs_paged_decode(
-    int64_t dtype, int64_t kv_dtype, const void* query, const void* kv, void* out,
-    const int32_t* block_tables, const int32_t* table_starts, const int32_t* context_lens,
-    const float* sinks, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t key_dim,
-    int64_t value_dim, int64_t width, int64_t block_size, int64_t layers, int64_t layer,
-    int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, int64_t window,
-    double scale, double soft_cap) {
-    const fastserve::DecodeArgs args{
-        query, kv, out, block_tables, table_starts, context_lens, tokens, heads, kv_heads, key_dim,
-        value_dim, width, block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t,
-        fastserve::AttentionRule(scale, window, soft_cap, sinks)};
-    fastserve::with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        if (kv_dtype == fastserve::kInt8) return fastserve::decode_any<T, int8_t>(args);
-        fastserve::decode_any<T, T>(args);
-    });
-}
+OPERATION(fs_paged_decode, paged_decode_any)

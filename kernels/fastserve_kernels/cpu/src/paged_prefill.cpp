@@ -10,6 +10,7 @@
 #include "online_softmax.h"
 #include "paged_rows.h"
 #include "products.h"
+#include "team.h"
 
 namespace fastserve {
 
@@ -112,13 +113,11 @@ static void weigh(PromptQuery& query, int64_t begin, int64_t end, int first, int
 
 // Queries of T over a cache of S, whose codes are widened to T as they are packed.
 template <typename T, typename S>
-static void prefill(const PrefillArgs& a) {
+static void prefill(const Team* team, const PrefillArgs& a) {
     using P = Product<T>;
     using X = typename P::X;
     constexpr int64_t QUERY_SIZE = sizeof(PromptQuery) / sizeof(float);
     static_assert(sizeof(X) == sizeof(float), "packed weights take the place of scores");
-    // Kept between calls: fresh large buffers would be page-faulted in every time.
-    static thread_local AlignedVector<T> packed_keys, packed_values;
     const PagedCache<S> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.width);
     const int64_t group = a.heads / a.kv_heads;
     const int64_t steps = steps_of<T>(a.key_dim), pairs = (a.value_dim + PAIR - 1) / PAIR;
@@ -151,21 +150,23 @@ static void prefill(const PrefillArgs& a) {
         return seen_by(x) > seen_by(y);
     });
     const int64_t num_chunks = (int64_t)chunks.size(), num_tiles = (int64_t)tiles.size();
-    packed_keys.resize(a.kv_heads * num_panels * key_panel);
-    packed_values.resize(a.kv_heads * num_panels * PAIR * acc_size);
-    // Of a chunk and head: keys are [num_panels()] panels, values [pairs], of as many steps.
-    const auto keys_of = [&, keys = packed_keys.data()](const Chunk& chunk, int64_t kv_head) {
-        return keys + (kv_head * num_panels + chunk.first_panel) * key_panel;
-    };
-    const auto values_of = [&, values = packed_values.data()](const Chunk& chunk, int64_t kv_head) {
-        return values + (kv_head * num_panels + chunk.first_panel) * PAIR * acc_size;
-    };
-    const auto value_panel_of = [](const Chunk& chunk) { return chunk.num_panels() * PAIR * PAIR; };
-#pragma omp parallel
-    {
+    in_team(team, true, [&](const Team& own) {
+        T* const packed_keys = own.buffer<T>(0, a.kv_heads * num_panels * key_panel);
+        T* const packed_values = own.buffer<T>(1, a.kv_heads * num_panels * PAIR * acc_size);
+        // Of a chunk and head: keys are [num_panels()] panels, values [pairs], of as many steps.
+        const auto keys_of = [&](const Chunk& chunk, int64_t kv_head) {
+            return packed_keys + (kv_head * num_panels + chunk.first_panel) * key_panel;
+        };
+        const auto values_of = [&](const Chunk& chunk, int64_t kv_head) {
+            return packed_values + (kv_head * num_panels + chunk.first_panel) * PAIR * acc_size;
+        };
+        const auto value_panel_of = [](const Chunk& chunk) {
+            return chunk.num_panels() * PAIR * PAIR;
+        };
         [[maybe_unused]] const typename P::Unit unit{};
-#pragma omp for schedule(static)
-        for (int64_t item = 0; item < num_chunks * a.kv_heads; ++item) {
+        own.deal(num_tiles * a.kv_heads);
+        const auto [first_item, end_item] = own.part(num_chunks * a.kv_heads);
+        for (int64_t item = first_item; item < end_item; ++item) {
             const Chunk& chunk = chunks[item % num_chunks];
             const int64_t kv_head = item / num_chunks, offset = kv_head * cache.head_stride;
             Rows<S, CHUNK> keys, values;
@@ -183,12 +184,12 @@ static void prefill(const PrefillArgs& a) {
                                    a.value_dim - c * PAIR, chunk.count,
                                    values_of(chunk, kv_head) + c * value_panel_of(chunk));
         }
+        own.barrier();
         AlignedVector<float> memory(P::ROWS * group * acc_size);
         std::vector<PromptQuery> queries(P::ROWS * group);
         AlignedVector<X> packed(P::ROWS * group * steps);
         // Head by head, so that its keys and values stay in the second-level cache.
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < num_tiles * a.kv_heads; ++item) {
+        for (int64_t item; (item = own.take()) >= 0;) {
             const Tile& tile = tiles[item % num_tiles];
             const int64_t kv_head = item / num_tiles;
             const int64_t count = (tile.end - tile.first) * group;  // of queries
@@ -249,25 +250,28 @@ static void prefill(const PrefillArgs& a) {
                                       (kv_head * group + i % group) * a.value_dim,
                                   (int)a.value_dim);
         }
-    }
+    });
+}
+
+static void paged_prefill_any(const Team* team, int64_t dtype, int64_t kv_dtype, const void* query,
+                              const void* kv, void* out, const int32_t* block_tables,
+                              const int32_t* table_starts, const int32_t* context_lens,
+                              const int32_t* query_starts, const float* sinks, int64_t jobs,
+                              int64_t heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
+                              int64_t width, int64_t block_size, int64_t layers, int64_t layer,
+                              int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t,
+                              int64_t window, double scale, double soft_cap) {
+    const PrefillArgs args{
+        query, kv, out, block_tables, table_starts, context_lens, query_starts, jobs, heads,
+        kv_heads, key_dim, value_dim, width, block_size, layers, layer, query_stride_t,
+        query_stride_h, out_stride_t, AttentionRule(scale, window, soft_cap, sinks)};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (kv_dtype == kInt8) return prefill<T, int8_t>(team, args);
+        prefill<T, T>(team, args);
+    });
 }
 
 }  // namespace fastserve
 
-extern "C" void fs_paged_prefill(
-    int64_t dtype, int64_t kv_dtype, const void* query, const void* kv, void* out,
-    const int32_t* block_tables, const int32_t* table_starts, const int32_t* context_lens,
-    const int32_t* query_starts, const float* sinks, int64_t jobs, int64_t heads, int64_t kv_heads,
-    int64_t key_dim, int64_t value_dim, int64_t width, int64_t block_size, int64_t layers,
-    int64_t layer, int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t,
-    int64_t window, double scale, double soft_cap) {
-    const fastserve::PrefillArgs args{
-        query, kv, out, block_tables, table_starts, context_lens, query_starts, jobs, heads,
-        kv_heads, key_dim, value_dim, width, block_size, layers, layer, query_stride_t,
-        query_stride_h, out_stride_t, fastserve::AttentionRule(scale, window, soft_cap, sinks)};
-    fastserve::with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        if (kv_dtype == fastserve::kInt8) return fastserve::prefill<T, int8_t>(args);
-        fastserve::prefill<T, T>(args);
-    });
-}
+OPERATION(fs_paged_prefill, paged_prefill_any)

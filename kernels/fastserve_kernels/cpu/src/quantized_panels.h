@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "products.h"
+#include "team.h"
 
 namespace fastserve {
 
@@ -522,15 +523,15 @@ class QuantizedPanels {
 
 // Rows of the weight: y [count, in].
 template <typename T>
-static void look_up_rows(const Pieces<T>& pieces, const int64_t* ids, int64_t count, int64_t in, T* y) {
+static void look_up_rows(const Team* team, const Pieces<T>& pieces, const int64_t* ids, int64_t count,
+                         int64_t in, T* y) {
     constexpr int64_t DEPTH = Dot<T>::DEPTH, PASS = QuantizedPanels<T>::PASS_STEPS;
     const int64_t steps = steps_of<T>(in);
-#pragma omp parallel
-    {
+    in_team(team, true, [&](const Team& own) {
         QuantizedPanels<T> weights(steps);
         weights.use(&pieces);
-#pragma omp for
-        for (int64_t i = 0; i < count; ++i) {
+        const auto [first, last] = own.part(count);
+        for (int64_t i = first; i < last; ++i) {
             const auto& [piece, first_panel, first_column] = pieces.with_column(ids[i]);
             const int64_t row = ids[i] - first_column;
             const int place = Dot<T>::place(row % PAIR);
@@ -542,7 +543,7 @@ static void look_up_rows(const Pieces<T>& pieces, const int64_t* ids, int64_t co
                         of_steps[(k / DEPTH - begin) * STEP_SIZE<T> + place + k % DEPTH];
             }
         }
-    }
+    });
 }
 
 }  // namespace fastserve

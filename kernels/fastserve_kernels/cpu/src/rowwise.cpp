@@ -3,13 +3,12 @@
 #include <cmath>
 #include <vector>
 
+#include "activations.h"
 #include "int8_tokens.h"
+#include "team.h"
 #include "vec.h"
 
 namespace fastserve {
-
-// Below this many elements, waking the other threads costs more than the work.
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
 
 // sum = x + residual, rounded; f(the sum as it is then) of each Pair.
 template <typename T, typename F>
@@ -22,13 +21,12 @@ static inline void add_row(const T* x, const T* residual, T* sum, int64_t size, 
 }
 
 template <typename T>
-static void add_layer_norm(const T* x, const T* residual, const T* weight, const T* bias, T* sum,
-                           T* normed, int64_t rows, int64_t size, int64_t x_stride,
-                           int64_t residual_stride, float eps) {
+static void add_layer_norm(const Team* team, const T* x, const T* residual, const T* weight,
+                           const T* bias, T* sum, T* normed, int64_t rows, int64_t size,
+                           int64_t x_stride, int64_t residual_stride, float eps) {
     float ones[PAIR];
     std::fill(ones, ones + PAIR, 1.f);
-#pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; ++r) {
+    for_rows(team, rows, size, [=](int64_t r) {
         T* s = sum + r * size;
         vf total = {};
         add_row(x + r * x_stride, residual + r * residual_stride, s, size,
@@ -59,15 +57,14 @@ static void add_layer_norm(const T* x, const T* residual, const T* weight, const
             }
             store_pair_n(normed + r * size + at, y, n);
         });
-    }
+    });
 }
 
 template <typename T>
-static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum, T* normed,
-                         int64_t rows, int64_t size, int64_t x_stride, int64_t residual_stride,
-                         float eps, float shift) {
-#pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; ++r) {
+static void add_rms_norm(const Team* team, const T* x, const T* residual, const T* weight, T* sum,
+                         T* normed, int64_t rows, int64_t size, int64_t x_stride,
+                         int64_t residual_stride, float eps, float shift) {
+    for_rows(team, rows, size, [=](int64_t r) {
         T* s = sum + r * size;
         vf squares = {};
         add_row(x + r * x_stride, residual + r * residual_stride, s, size,
@@ -78,14 +75,14 @@ static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum,
             const Pair scaled = {p.a * inverse * (w.a + shift), p.b * inverse * (w.b + shift)};
             store_pair_n(normed + r * size + at, scaled, n);
         });
-    }
+    });
 }
 
 template <typename T>
-static void rms_norm_heads(T* x, const T* weight, int64_t tokens, int64_t heads, int64_t dim,
-                           int64_t stride_t, int64_t stride_h, float eps, float shift) {
-#pragma omp parallel for if (tokens > 1 && tokens * heads * dim >= PARALLEL_ELEMENTS)
-    for (int64_t t = 0; t < tokens; ++t) {
+static void rms_norm_heads(const Team* team, T* x, const T* weight, int64_t tokens, int64_t heads,
+                           int64_t dim, int64_t stride_t, int64_t stride_h, float eps,
+                           float shift) {
+    for_rows(team, tokens, heads * dim, [=](int64_t t) {
         for (int64_t h = 0; h < heads; ++h) {
             T* head = x + t * stride_t + h * stride_h;
             vf squares = {};
@@ -100,16 +97,15 @@ static void rms_norm_heads(T* x, const T* weight, int64_t tokens, int64_t heads,
                 store_pair_n(head + at, scaled, n);
             });
         }
-    }
+    });
 }
 
 constexpr int64_t MAX_HEAD_DIM = 256;
 
 template <typename T>
-static void rotate(T* x, const float* cos_sin, int64_t tokens, int64_t heads, int64_t half,
-                   int64_t stride_t, int64_t stride_h) {
-#pragma omp parallel for if (tokens > 1 && tokens * heads * half >= PARALLEL_ELEMENTS)
-    for (int64_t t = 0; t < tokens; ++t) {
+static void rotate(const Team* team, T* x, const float* cos_sin, int64_t tokens, int64_t heads,
+                   int64_t half, int64_t stride_t, int64_t stride_h) {
+    for_rows(team, tokens, heads * half, [=](int64_t t) {
         Pair cosine[MAX_HEAD_DIM / 2 / PAIR + 1], sine[MAX_HEAD_DIM / 2 / PAIR + 1];
         for_pairs(half, [&](int64_t at, int n) {
             const float* values = cos_sin + t * 2 * half + at;
@@ -126,31 +122,14 @@ static void rotate(T* x, const float* cos_sin, int64_t tokens, int64_t heads, in
                 store_pair_n(second + at, {q.a * u.a + p.a * v.a, q.b * u.b + p.b * v.b}, n);
             });
         }
-    }
-}
-
-// x / (1 + e^-y), by e^-|y| alone, which cannot overflow.
-static inline vf times_sigmoid(vf x, vf y) {
-    constexpr float LOG2_E = 1.44269504f;
-    const vf magnitude = vmax(y, -y);
-    const vf small = exp2_nonpositive(-magnitude * LOG2_E);  // e^-|y|
-    const vf numerator = y > splat(0.f) ? splat(1.f) : small;
-    return x * numerator / (small + 1.f);
-}
-
-static inline vf silu(vf x) { return times_sigmoid(x, x); }
-
-// x (1 + tanh(u)) / 2, as tanh(u) = 2 sigmoid(2u) - 1.
-static inline vf gelu_tanh(vf x) {
-    constexpr float LINEAR = 1.5957691216f, CUBIC = 0.0713548163f;  // sqrt(8/pi) {1, 0.044715}
-    return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
+    });
 }
 
 // f(gate, up), the first and the second half of each row.
 template <typename T, typename F>
-static void gate_rows(const T* x, T* out, int64_t rows, int64_t size, int64_t stride, const F& f) {
-#pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; ++r) {
+static void gate_rows(const Team* team, const T* x, T* out, int64_t rows, int64_t size,
+                      int64_t stride, const F& f) {
+    for_rows(team, rows, size, [=](int64_t r) {
         const T* gate = x + r * stride;
         // As for_pairs does; with the last one apart GCC's code for bfloat16 is 6% slower.
         for (int64_t at = 0; at < size; at += PAIR) {
@@ -158,7 +137,7 @@ static void gate_rows(const T* x, T* out, int64_t rows, int64_t size, int64_t st
             const Pair g = load_pair_n(gate + at, n), u = load_pair_n(gate + size + at, n);
             store_pair_n(out + r * size + at, {f(g.a, u.a), f(g.b, u.b)}, n);
         }
-    }
+    });
 }
 
 // Both keep a NaN.
@@ -168,10 +147,9 @@ static inline vf at_least(vf x, float limit) { return x < splat(limit) ? splat(l
 // out[t] = the sum of weights[t, i] * y[places[t, i]] over i, in this order. Places from `end` on add
 // nothing.
 template <typename T>
-static void sum_choices(const T* y, const float* weights, const int32_t* places, T* out,
-                        int64_t tokens, int64_t choices, int64_t size, int32_t end) {
-#pragma omp parallel for if (tokens > 1 && tokens * choices * size >= PARALLEL_ELEMENTS)
-    for (int64_t t = 0; t < tokens; ++t) {
+static void sum_choices(const Team* team, const T* y, const float* weights, const int32_t* places,
+                        T* out, int64_t tokens, int64_t choices, int64_t size, int32_t end) {
+    for_rows(team, tokens, choices * size, [=](int64_t t) {
         for_pairs(size, [&](int64_t at, int n) {
             Pair sum = {};
             for (int64_t i = t * choices; i < (t + 1) * choices; ++i) {
@@ -181,7 +159,7 @@ static void sum_choices(const T* y, const float* weights, const int32_t* places,
             }
             store_pair_n(out + t * size + at, sum, n);
         });
-    }
+    });
 }
 
 // First index of the largest value; a NaN counts as the largest, as in torch.
@@ -224,24 +202,20 @@ static int64_t argmax(const T* row, int64_t size) {
 }
 
 template <typename T>
-static void argmax_rows(const T* x, int64_t* out, int64_t rows, int64_t size, int64_t stride) {
-#pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; ++r) out[r] = argmax(x + r * stride, size);
+static void argmax_rows(const Team* team, const T* x, int64_t* out, int64_t rows, int64_t size,
+                        int64_t stride) {
+    for_rows(team, rows, size, [=](int64_t r) { out[r] = argmax(x + r * stride, size); });
 }
 
-}  // namespace fastserve
-
 // Sizes and strides in bytes where named so: the copy does not depend on the element type.
-extern "C" void fs_kv_write(char* kv, const char* key, const char* value, const int64_t* slots,
-                            int64_t tokens, int64_t kv_heads, int64_t key_bytes,
-                            int64_t value_bytes, int64_t row_bytes, int64_t block_size,
-                            int64_t layers, int64_t layer,
-                            int64_t key_stride_t_bytes, int64_t key_stride_h_bytes,
-                            int64_t value_stride_t_bytes, int64_t value_stride_h_bytes) {
+static void kv_write_any(const Team* team, char* kv, const char* key, const char* value,
+                         const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t key_bytes,
+                         int64_t value_bytes, int64_t row_bytes, int64_t block_size, int64_t layers,
+                         int64_t layer, int64_t key_stride_t_bytes, int64_t key_stride_h_bytes,
+                         int64_t value_stride_t_bytes, int64_t value_stride_h_bytes) {
     const int64_t part = kv_heads * block_size * row_bytes;
-#pragma omp parallel for if (tokens * kv_heads * row_bytes >= fastserve::PARALLEL_ELEMENTS)
-    for (int64_t t = 0; t < tokens; ++t) {
-        if (slots[t] < 0) continue;
+    for_rows(team, tokens, kv_heads * row_bytes, [=](int64_t t) {
+        if (slots[t] < 0) return;
         const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
         char* k = kv + (block * layers + layer) * 2 * part + offset * row_bytes;
         for (int64_t h = 0; h < kv_heads; ++h, k += block_size * row_bytes) {
@@ -249,26 +223,25 @@ extern "C" void fs_kv_write(char* kv, const char* key, const char* value, const 
             std::memcpy(k + part, value + t * value_stride_t_bytes + h * value_stride_h_bytes,
                         value_bytes);
         }
-    }
+    });
 }
 
 // To codes and scales: see int8_cache.py. Strides in elements.
-extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, const void* value,
-                                 const int64_t* slots, int64_t tokens, int64_t kv_heads,
-                                 int64_t key_dim, int64_t value_dim, int64_t width,
-                                 int64_t block_size, int64_t layers, int64_t layer,
-                                 int64_t key_stride_t, int64_t key_stride_h,
-                                 int64_t value_stride_t, int64_t value_stride_h) {
+static void int8_kv_write_any(const Team* team, int64_t dtype, int8_t* kv, const void* key,
+                              const void* value, const int64_t* slots, int64_t tokens,
+                              int64_t kv_heads, int64_t key_dim, int64_t value_dim, int64_t width,
+                              int64_t block_size, int64_t layers, int64_t layer,
+                              int64_t key_stride_t, int64_t key_stride_h, int64_t value_stride_t,
+                              int64_t value_stride_h) {
     const int64_t head_bytes = block_size * width, row_bytes = width - (int64_t)sizeof(float);
-    fastserve::with_type(dtype, [&](auto type) {
+    with_type(dtype, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for if (tokens * kv_heads * width >= fastserve::PARALLEL_ELEMENTS)
-        for (int64_t t = 0; t < tokens; ++t) {
-            if (slots[t] < 0) continue;
+        for_rows(team, tokens, kv_heads * width, [=](int64_t t) {
+            if (slots[t] < 0) return;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             const auto write = [&](int8_t* head, const T* token, int64_t dim) {
                 float* scales = (float*)(head + block_size * row_bytes);
-                fastserve::quantize_token(token, dim, head + offset * row_bytes, scales + offset);
+                quantize_token(token, dim, head + offset * row_bytes, scales + offset);
             };
             int8_t* head = kv + (block * layers + layer) * 2 * kv_heads * head_bytes;
             for (int64_t h = 0; h < kv_heads; ++h, head += head_bytes) {
@@ -276,104 +249,96 @@ extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, con
                 write(head + kv_heads * head_bytes,
                       (const T*)value + t * value_stride_t + h * value_stride_h, value_dim);
             }
-        }
-    });
-}
-
-extern "C" void fs_add_layer_norm(int64_t dtype, const void* x, const void* residual,
-                                  const void* weight, const void* bias, void* sum, void* normed,
-                                  int64_t rows, int64_t size, int64_t x_stride,
-                                  int64_t residual_stride, double eps) {
-    fastserve::with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        fastserve::add_layer_norm((const T*)x, (const T*)residual, (const T*)weight, (const T*)bias,
-                                  (T*)sum, (T*)normed, rows, size, x_stride, residual_stride,
-                                  (float)eps);
-    });
-}
-
-extern "C" void fs_add_rms_norm(int64_t dtype, const void* x, const void* residual,
-                                const void* weight, void* sum, void* normed, int64_t rows,
-                                int64_t size, int64_t x_stride, int64_t residual_stride,
-                                double eps, double shift) {
-    fastserve::with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        fastserve::add_rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)sum,
-                                (T*)normed, rows, size, x_stride, residual_stride, (float)eps,
-                                (float)shift);
-    });
-}
-
-extern "C" void fs_rms_norm_heads(int64_t dtype, void* x, const void* weight, int64_t tokens,
-                                  int64_t heads, int64_t dim, int64_t stride_t, int64_t stride_h,
-                                  double eps, double shift) {
-    fastserve::with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        fastserve::rms_norm_heads((T*)x, (const T*)weight, tokens, heads, dim, stride_t, stride_h,
-                                  (float)eps, (float)shift);
-    });
-}
-
-extern "C" void fs_rotate(int64_t dtype, void* x, const float* cos_sin, int64_t tokens,
-                          int64_t heads, int64_t half, int64_t stride_t, int64_t stride_h) {
-    fastserve::with_type(dtype, [&](auto type) {
-        fastserve::rotate((decltype(type)*)x, cos_sin, tokens, heads, half, stride_t, stride_h);
-    });
-}
-
-extern "C" void fs_silu_mul(int64_t dtype, const void* x, void* out, int64_t rows, int64_t size,
-                            int64_t stride) {
-    fastserve::with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        fastserve::gate_rows((const T*)x, (T*)out, rows, size, stride,
-                             [](auto gate, auto up) { return fastserve::silu(gate) * up; });
-    });
-}
-
-extern "C" void fs_gelu_tanh_mul(int64_t dtype, const void* x, void* out, int64_t rows,
-                                 int64_t size, int64_t stride) {
-    fastserve::with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        fastserve::gate_rows((const T*)x, (T*)out, rows, size, stride, [](auto gate, auto up) {
-            return fastserve::gelu_tanh(gate) * up;
         });
     });
 }
 
-extern "C" void fs_clamped_swiglu(int64_t dtype, const void* x, void* out, int64_t rows,
-                                  int64_t size, int64_t stride, double alpha, double limit) {
-    using namespace fastserve;
+static void add_layer_norm_any(const Team* team, int64_t dtype, const void* x, const void* residual,
+                               const void* weight, const void* bias, void* sum, void* normed,
+                               int64_t rows, int64_t size, int64_t x_stride,
+                               int64_t residual_stride, double eps) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        add_layer_norm(team, (const T*)x, (const T*)residual, (const T*)weight, (const T*)bias,
+                       (T*)sum, (T*)normed, rows, size, x_stride, residual_stride, (float)eps);
+    });
+}
+
+static void add_rms_norm_any(const Team* team, int64_t dtype, const void* x, const void* residual,
+                             const void* weight, void* sum, void* normed, int64_t rows,
+                             int64_t size, int64_t x_stride, int64_t residual_stride, double eps,
+                             double shift) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        add_rms_norm(team, (const T*)x, (const T*)residual, (const T*)weight, (T*)sum, (T*)normed,
+                     rows, size, x_stride, residual_stride, (float)eps, (float)shift);
+    });
+}
+
+static void rms_norm_heads_any(const Team* team, int64_t dtype, void* x, const void* weight,
+                               int64_t tokens, int64_t heads, int64_t dim, int64_t stride_t,
+                               int64_t stride_h, double eps, double shift) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        rms_norm_heads(team, (T*)x, (const T*)weight, tokens, heads, dim, stride_t, stride_h,
+                       (float)eps, (float)shift);
+    });
+}
+
+static void rotate_any(const Team* team, int64_t dtype, void* x, const float* cos_sin,
+                       int64_t tokens, int64_t heads, int64_t half, int64_t stride_t,
+                       int64_t stride_h) {
+    with_type(dtype, [&](auto type) {
+        rotate(team, (decltype(type)*)x, cos_sin, tokens, heads, half, stride_t, stride_h);
+    });
+}
+
+static void activate_mul_any(const Team* team, int64_t dtype, const void* x, void* out,
+                             int64_t rows, int64_t size, int64_t stride, int64_t activation) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        with_activation(activation, [&](auto activate) {
+            gate_rows(team, (const T*)x, (T*)out, rows, size, stride,
+                      [=](vf gate, vf up) { return activate(gate) * up; });
+        });
+    });
+}
+
+static void clamped_swiglu_any(const Team* team, int64_t dtype, const void* x, void* out,
+                               int64_t rows, int64_t size, int64_t stride, double alpha,
+                               double limit) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const float a = (float)alpha, most = (float)limit;
-        gate_rows((const T*)x, (T*)out, rows, size, stride, [=](vf gate, vf up) {
+        gate_rows(team, (const T*)x, (T*)out, rows, size, stride, [=](vf gate, vf up) {
             gate = at_most(gate, most);
             return times_sigmoid((at_least(at_most(up, most), -most) + 1.f) * gate, gate * a);
         });
     });
 }
 
-extern "C" void fs_sum_choices(int64_t dtype, const void* y, const float* weights,
-                               const int32_t* places, const int32_t* end, void* out,
-                               int64_t tokens, int64_t choices, int64_t size) {
-    fastserve::with_type(dtype, [&](auto type) {
+static void sum_choices_any(const Team* team, int64_t dtype, const void* y, const float* weights,
+                            const int32_t* places, const int32_t* end, void* out, int64_t tokens,
+                            int64_t choices, int64_t size) {
+    with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        fastserve::sum_choices((const T*)y, weights, places, (T*)out, tokens, choices, size, *end);
+        sum_choices(team, (const T*)y, weights, places, (T*)out, tokens, choices, size, *end);
     });
 }
 
-extern "C" void fs_argmax_rows(int64_t dtype, const void* x, int64_t* out, int64_t rows,
-                               int64_t size, int64_t stride) {
-    fastserve::with_type(dtype, [&](auto type) {
-        fastserve::argmax_rows((const decltype(type)*)x, out, rows, size, stride);
+static void argmax_rows_any(const Team* team, int64_t dtype, const void* x, int64_t* out,
+                            int64_t rows, int64_t size, int64_t stride) {
+    with_type(dtype, [&](auto type) {
+        argmax_rows(team, (const decltype(type)*)x, out, rows, size, stride);
     });
 }
 
 // Sorts the experts of all choices, stably: see routing.py. Choices of experts that are not among the
 // `count` from `first` on come last.
-extern "C" void fs_sort_choices(const int64_t* experts, int32_t* tokens, int32_t* starts,
-                                int32_t* places, int64_t num_tokens, int64_t choices, int64_t first,
-                                int64_t count) {
+static void sort_choices_any(const Team* team, const int64_t* experts, int32_t* tokens,
+                             int32_t* starts, int32_t* places, int64_t num_tokens, int64_t choices,
+                             int64_t first, int64_t count) {
+    if (team && !team->is_first()) return;
     const auto group_of = [&](int64_t i) {
         const int64_t group = experts[i] - first;
         return group < 0 || group >= count ? count : group;
@@ -391,3 +356,17 @@ extern "C" void fs_sort_choices(const int64_t* experts, int32_t* tokens, int32_t
         tokens[row] = (int32_t)(i / choices);
     }
 }
+
+}  // namespace fastserve
+
+OPERATION(fs_kv_write, kv_write_any)
+OPERATION(fs_int8_kv_write, int8_kv_write_any)
+OPERATION(fs_add_layer_norm, add_layer_norm_any)
+OPERATION(fs_add_rms_norm, add_rms_norm_any)
+OPERATION(fs_rms_norm_heads, rms_norm_heads_any)
+OPERATION(fs_rotate, rotate_any)
+OPERATION(fs_activate_mul, activate_mul_any)
+OPERATION(fs_clamped_swiglu, clamped_swiglu_any)
+OPERATION(fs_sum_choices, sum_choices_any)
+OPERATION(fs_argmax_rows, argmax_rows_any)
+OPERATION(fs_sort_choices, sort_choices_any)

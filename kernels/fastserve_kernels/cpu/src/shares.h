@@ -3,7 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <vector>
+#include <memory>
 
 namespace fastserve {
 
@@ -38,24 +38,26 @@ class alignas(64) Share {
 // thread may lose its core to another process for longer than all of the work takes.
 class Shares {
    public:
-    explicit Shares(int threads) : shares_(threads) {}
+    void make_room(int threads) {
+        if (threads > room_) shares_ = std::make_unique<Share[]>(room_ = threads);
+    }
 
-    // By each thread, and before any takes one.
+    // By each thread, before it takes one.
     void deal(int64_t count, int thread, int threads) {
         shares_[thread].set(count * thread / threads, count * (thread + 1) / threads);
     }
 
     // -1: none is left.
-    int64_t take(int thread) {
-        const size_t threads = shares_.size();
+    int64_t take(int thread, int threads) {
         int64_t taken = shares_[thread].take_first();
-        for (size_t i = 1; i < threads && taken < 0; ++i)
+        for (int i = 1; i < threads && taken < 0; ++i)
             taken = shares_[(thread + i) % threads].take_last();
         return taken;
     }
 
    private:
-    std::vector<Share> shares_;
+    std::unique_ptr<Share[]> shares_;
+    int room_ = 0;
 };
 
 }  // namespace fastserve

@@ -8,11 +8,11 @@ from typing import Any
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
 from fastserve_backend.checkpoints.end_tokens import TURN_ENDS, named_turn_ends
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_families import Family, Field
+from fastserve_backend.checkpoints.gguf_file import GGUFFile
+from fastserve_backend.checkpoints.gguf_tensors import sizes
 from fastserve_backend.checkpoints.gguf_vocabulary import NO_TOKEN
 from fastserve_backend.checkpoints.hf_config import HFConfig
-from fastserve_backend.models.gguf_families import Family, Field
-from fastserve_backend.models.gguf_file import GGUFFile
-from fastserve_backend.models.gguf_tensors import sizes
 
 # Fields of config.json that all families have -> GGUF's.
 _FIELDS = {
@@ -58,7 +58,7 @@ def hf_config(file: GGUFFile, family: Family) -> dict[str, Any]:
         "model_type": family.model_type,
         "dtype": "bfloat16",
         "vocab_size": len(file.required("tokenizer.ggml.tokens")),
-        "tie_word_embeddings": "output.weight" not in file.shapes,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.field("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(file),
     }
@@ -67,7 +67,7 @@ def hf_config(file: GGUFFile, family: Family) -> dict[str, Any]:
         config[ours] = file.required(key) if theirs.required else file.field(key, theirs.default)
     config = {key: value for key, value in config.items() if value is not None}
     config["pad_token_id"] = None  # transformers' defaults may lie beyond the vocabulary
-    config |= {ours: tensor in file.shapes for ours, tensor in family.biases.items()}
+    config |= {ours: tensor in file.tensors for ours, tensor in family.biases.items()}
     config |= family.constants
     # Refuse what cannot be served, such as too large heads, before its rotation is computed.
     _check_served(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.models.gguf_file import GGUFFile
-from fastserve_backend.models.gguf_layers import (
+from fastserve_backend.checkpoints.gguf_file import GGUFFile
+from fastserve_backend.checkpoints.gguf_layers import (
     GEMMA_LAST_NORM,
     GEMMA_NORMS,
     GPT_OSS_EXPERTS,
@@ -27,7 +27,7 @@ from fastserve_backend.models.gguf_layers import (
     layer_norm,
     norms,
 )
-from fastserve_backend.models.gguf_rotary import (
+from fastserve_backend.checkpoints.gguf_rotary import (
     LLAMA3_FACTORS,
     LONG_FACTORS,
     SHORT_FACTORS,
@@ -38,7 +38,7 @@ from fastserve_backend.models.gguf_rotary import (
     rotary_with_growing_queries,
     untruncated_yarn,
 )
-from fastserve_backend.models.gguf_tensors import TensorRule, linear, weight
+from fastserve_backend.checkpoints.gguf_tensors import TensorRule, linear, weight
 
 Config = dict[str, Any]
 

@@ -5,12 +5,9 @@ The shape of a tensor is written as names of sizes, such as ("q", "hidden"). `si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 Sizes = Mapping[str, int]
 
@@ -38,24 +35,19 @@ def sizes(config: Mapping[str, Any]) -> Sizes:
     }
 
 
-def unchanged(values: Tensor, sizes: Sizes) -> Tensor:
-    return values
-
-
 @dataclass(frozen=True)
 class TensorRule:
-    """Makes a tensor of a checkpoint from one or more tensors of a GGUF file."""
+    """Makes a tensor of a checkpoint from one or two tensors of a GGUF file; see `MappedTensor`."""
 
     target: str
-    """The checkpoint's name. With {expert} there is one tensor for each expert, without the first
-    dimension."""
+    """The checkpoint's name."""
     sources: tuple[str, ...]
     shape: tuple[str, ...]
     """Names of the sizes of each source."""
-    change: Callable[..., Tensor] = unchanged
-    """Gets the sources, in bfloat16, and the sizes."""
+    heads: str | None = None
+    """The name of their number."""
     offset: float = 0.0
-    """What is subtracted from the sources, before they are rounded."""
+    transposed: bool = False
     condition: str | None = None
     """The field of the configuration that must be true; None: the tensor is always there."""
 
@@ -76,47 +68,18 @@ def linear(
     columns: str,
     *,
     bias: bool | str = False,
-    change: Callable[..., Tensor] = unchanged,
+    heads: str | None = None,
 ) -> tuple[TensorRule, ...]:
     """A linear layer's weight and its bias.
 
     Args:
         bias: whether there is one, or the field of the configuration that tells.
     """
-    made = TensorRule(f"{target}.weight", (f"{source}.weight",), (rows, columns), change)
+    made = TensorRule(f"{target}.weight", (f"{source}.weight",), (rows, columns), heads)
     if not bias:
         return (made,)
     condition = bias if isinstance(bias, str) else None
     return (
         made,
-        TensorRule(f"{target}.bias", (f"{source}.bias",), (rows,), change, condition=condition),
+        TensorRule(f"{target}.bias", (f"{source}.bias",), (rows,), heads, condition=condition),
     )
-
-
-def unpermuted(heads: str) -> Callable[[Tensor, Sizes], Tensor]:
-    """Reorders rows of q or k, [heads * head_dim, ...], from llama.cpp's to Hugging Face's order.
-
-    For some architectures llama.cpp rotates neighbouring rows as pairs, and its converter reorders
-    rows for that. Hugging Face pairs the halves of a head.
-    """
-
-    def change(values: Tensor, sizes: Sizes) -> Tensor:
-        pairs = values.reshape(sizes[heads], -1, 2, *values.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(values.shape)
-
-    return change
-
-
-def transposed(values: Tensor, sizes: Sizes) -> Tensor:
-    """Each expert's [columns, rows] of its [rows, columns]."""
-    return values.transpose(-1, -2)
-
-
-def interleaved(gate: Tensor, up: Tensor, sizes: Sizes) -> Tensor:
-    """Rows of gate and up by turns: [experts, 2 * ffn, ...] of twice [experts, ffn, ...]."""
-    return torch.stack([gate, up], dim=2).flatten(1, 2)
-
-
-def interleaved_and_transposed(gate: Tensor, up: Tensor, sizes: Sizes) -> Tensor:
-    """[experts, hidden, 2 * ffn] of twice [experts, ffn, hidden]."""
-    return transposed(interleaved(gate, up, sizes), sizes)

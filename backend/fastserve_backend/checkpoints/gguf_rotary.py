@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_file import GGUFFile
+from fastserve_backend.checkpoints.gguf_tensors import sizes
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.rotary_config import read_rotary
-from fastserve_backend.models.gguf_file import GGUFFile
-from fastserve_backend.models.gguf_tensors import sizes
 
 Config = Mapping[str, Any]
 
@@ -51,8 +51,8 @@ def rotary(file: GGUFFile, config: Config) -> dict[str, Any]:
         for theirs, ours in _OPTIONS.items():
             if (value := file.own(f"rope.scaling.{theirs}")) is not None:
                 rope[ours] = value
-    if LLAMA3_FACTORS in file.shapes:
-        rope = _llama3(rope, file.tensor(LLAMA3_FACTORS).ravel().tolist(), config)
+    if LLAMA3_FACTORS in file.tensors:
+        rope = _llama3(rope, file.values(LLAMA3_FACTORS), config)
     return rope
 
 
@@ -77,7 +77,7 @@ def partial_rotary(file: GGUFFile, config: Config) -> dict[str, Any]:
     """Phi-3's rotation of a part of each head, with LongRoPE if the file has its factors."""
     head_dim = sizes(config)["head_dim"]
     share = {"partial_rotary_factor": file.own("rope.dimension_count", head_dim) / head_dim}
-    missing = [name for name in (LONG_FACTORS, SHORT_FACTORS) if name not in file.shapes]
+    missing = [name for name in (LONG_FACTORS, SHORT_FACTORS) if name not in file.tensors]
     if len(missing) == 2 and file.own("rope.scaling.type") != "longrope":
         return rotary(file, config) | share
     if missing:
@@ -85,8 +85,8 @@ def partial_rotary(file: GGUFFile, config: Config) -> dict[str, Any]:
     rope = {
         "rope_type": "longrope",
         "rope_theta": file.own("rope.freq_base") or 1e4,
-        "long_factor": file.tensor(LONG_FACTORS).ravel().tolist(),
-        "short_factor": file.tensor(SHORT_FACTORS).ravel().tolist(),
+        "long_factor": file.values(LONG_FACTORS),
+        "short_factor": file.values(SHORT_FACTORS),
         "original_max_position_embeddings": file.required(
             file.key("rope.scaling.original_context_length")
         ),

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastserve_backend.models.gguf_tensors import (
-    TensorRule,
-    interleaved,
-    interleaved_and_transposed,
-    linear,
-    transposed,
-    unpermuted,
-    weight,
-)
+from fastserve_backend.checkpoints.gguf_tensors import TensorRule, linear, weight
 
 
 def attention(
@@ -25,10 +17,10 @@ def attention(
         output_bias: of the output; None: as `bias`.
         permuted: whether llama.cpp's converter reorders rows of q and k.
     """
-    q, k = ({"change": unpermuted(heads)} if permuted else {} for heads in ("heads", "kv_heads"))
+    q, k = ("heads", "kv_heads") if permuted else (None, None)
     return (
-        *linear("attn_q", "self_attn.q_proj", "q", "hidden", bias=bias, **q),
-        *linear("attn_k", "self_attn.k_proj", "kv", "hidden", bias=bias, **k),
+        *linear("attn_q", "self_attn.q_proj", "q", "hidden", bias=bias, heads=q),
+        *linear("attn_k", "self_attn.k_proj", "kv", "hidden", bias=bias, heads=k),
         *linear("attn_v", "self_attn.v_proj", "kv", "hidden", bias=bias),
         *linear(
             "attn_output",
@@ -108,19 +100,18 @@ GPT_OSS_EXPERTS = (
         "mlp.experts.gate_up_proj",
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
         ("experts", "expert_ffn", "hidden"),
-        interleaved_and_transposed,
+        transposed=True,
     ),
     TensorRule(
         "mlp.experts.gate_up_proj_bias",
         ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
         ("experts", "expert_ffn"),
-        interleaved,
     ),
     TensorRule(
         "mlp.experts.down_proj",
         ("ffn_down_exps.weight",),
         ("experts", "hidden", "expert_ffn"),
-        transposed,
+        transposed=True,
     ),
     TensorRule("mlp.experts.down_proj_bias", ("ffn_down_exps.bias",), ("experts", "hidden")),
 )

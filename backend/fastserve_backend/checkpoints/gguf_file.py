@@ -1,0 +1,164 @@
+"""Reads the header of a GGUF file: its metadata, and where its tensors are.
+
+The format is that of ggml's docs/gguf.md. `gguf.GGUFReader` reads it too, but takes seconds for the
+names of a vocabulary.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_index import FileTensor
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32  # unless general.alignment says otherwise
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+# The other types of values, by their numbers.
+_NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "?",
+    10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+
+
+class GGUFFile:
+    """A GGUF file with a whole model. The constructor raises ModelError for anything else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+                self._fields, self.tensors = _read_header(data)
+        except ModelError:
+            raise
+        except Exception as error:  # damage can show as any kind of error
+            raise ModelError(f"damaged, or no GGUF file ({error})") from error
+        if self.field("split.count", 1) > 1:
+            raise ModelError(
+                "one part of a model in several files; join them with `llama-gguf-split --merge`"
+            )
+        self.architecture: str = self.required("general.architecture")
+
+    tensors: Mapping[str, FileTensor]
+    """By name."""
+
+    def field(self, key: str, default: Any = None) -> Any:
+        """The value of a metadata field."""
+        return self._fields.get(key, default)
+
+    def required(self, key: str) -> Any:
+        """The value of a metadata field; ModelError if it is missing."""
+        value = self.field(key)
+        if value is None:
+            raise ModelError(f"metadata field {key} is missing")
+        return value
+
+    def key(self, name: str) -> str:
+        """The full name of a field that the architecture's name begins."""
+        return f"{self.architecture}.{name}"
+
+    def own(self, name: str, default: Any = None) -> Any:
+        """The value of a field that the architecture's name begins."""
+        return self.field(self.key(name), default)
+
+    def values(self, name: str) -> list[float]:
+        """The elements of a tensor."""
+        tensor = self.tensors[name]
+        raw = np.fromfile(self._path, np.uint8, tensor.num_bytes, offset=tensor.start)
+        values = gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.kind])
+        return [float(one) for one in values.ravel()]
+
+
+def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+    if data[:4] != _MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    cursor = _Cursor(data, len(_MAGIC))
+    version = cursor.number("<u4")
+    if version not in _VERSIONS:
+        raise ValueError(f"its version is {version}")
+    num_tensors, num_fields = cursor.number("<u8"), cursor.number("<u8")
+    fields: dict[str, Any] = {}
+    for _ in range(num_fields):
+        key = cursor.string()
+        fields[key] = cursor.value(cursor.number("<u4"))
+    described = []
+    for _ in range(num_tensors):
+        name = cursor.string()
+        sizes = cursor.numbers("<u8", cursor.number("<u4"))
+        described.append((name, sizes[::-1], cursor.number("<u4"), cursor.number("<u8")))
+    alignment = fields.get("general.alignment", _ALIGNMENT)
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {}
+    for name, shape, kind, offset in described:
+        tensors[name] = tensor = _tensor(name, tuple(shape), kind, start + offset)
+        if tensor.start + tensor.num_bytes > len(data):
+            raise ValueError(f"tensor {name!r} ends beyond its end")
+    return fields, tensors
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: int, start: int) -> FileTensor:
+    try:
+        known = gguf.GGMLQuantizationType(kind)
+    except ValueError:
+        raise ModelError(
+            f"tensor {name!r} is of type {kind}, which is not known here; use the model's Hugging "
+            "Face checkpoint"
+        ) from None
+    elements, size = gguf.GGML_QUANT_SIZES[known]
+    if not shape or shape[-1] % elements:
+        raise ValueError(f"tensor {name!r} ({known.name}) has shape {shape}")
+    return FileTensor(name, known.name, shape, start, prod(shape) // elements * size)
+
+
+class _Cursor:
+    """Reads values one after the other."""
+
+    def __init__(self, data: mmap.mmap, at: int) -> None:
+        self._data = data
+        self.at = at
+
+    def number(self, dtype: str) -> Any:
+        return self.numbers(dtype, 1)[0]
+
+    def numbers(self, dtype: str, count: int) -> list[Any]:
+        """Raises ValueError beyond the file's end."""
+        found = np.frombuffer(self._data, dtype, count, self.at)
+        self.at += found.nbytes
+        values: list[Any] = found.tolist()
+        return values
+
+    def string(self) -> str:
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        data, at = self._data, self.at
+        found = []
+        for _ in range(count):
+            (size,) = struct.unpack_from("<Q", data, at)
+            at += 8 + size
+            found.append(data[at - size : at].decode())
+        if at > len(data):
+            raise ValueError("a text ends beyond its end")
+        self.at = at
+        return found
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.number(_NUMBERS[kind])
+        of, count = self.number("<u4"), self.number("<u8")
+        if of == _STRING:
+            return self.strings(count)
+        if of == _ARRAY:
+            return [self.value(of) for _ in range(count)]
+        return self.numbers(_NUMBERS[of], count)

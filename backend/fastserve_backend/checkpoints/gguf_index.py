@@ -1,0 +1,125 @@
+"""Which tensors of a GGUF file become which tensors of a model: a file beside config.json.
+
+A rank finds its weights in the GGUF file by it, and need not read the file's header. Imports
+neither torch nor `gguf`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.model_config import DTYPE_BYTES, DType
+
+INDEX_FILE = "gguf.json"
+SOURCE_FILE = "source"
+"""The path of the GGUF file. Its bytes may be no text."""
+
+PLAIN_TYPES = ("F32", "F16", "BF16")
+KEPT_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Types of matrices that stay in memory as they are stored. Others are dequantized."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a GGUF file.
+
+    kind: the name of its type, such as Q4_K.
+    shape: in torch's order.
+    start: where its bytes begin in the file.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """How a tensor of a model is read from the file.
+
+    name: the checkpoint's. With {expert} there is one tensor for each expert, without the first
+        dimension.
+    sources: two tensors give their rows, behind the first dimension, by turns.
+    heads: llama.cpp rotates neighbouring rows of each of so many heads as pairs, where Hugging
+        Face pairs the halves of a head. None: rows are in Hugging Face's order.
+    offset: what is subtracted.
+    transposed: the last two dimensions change places.
+    """
+
+    name: str
+    sources: tuple[FileTensor, ...]
+    heads: int | None = None
+    offset: float = 0.0
+    transposed: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stays in memory as it is stored."""
+        (first, *_) = self.sources
+        return first.kind in KEPT_TYPES and len(first.shape) == 2
+
+
+@dataclass(frozen=True)
+class GGUFIndex:
+    """The tensors of a model, and how its file was when they were found."""
+
+    file_bytes: int
+    changed_ns: int
+    tensors: tuple[MappedTensor, ...]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether there is a matrix that stays in memory as it is stored."""
+        return any(tensor.is_kept for tensor in self.tensors)
+
+    def memory_bytes(self, dtype: DType) -> int:
+        """Bytes of all weights in memory. Those that are not kept as they are have `dtype`."""
+        return sum(
+            source.num_bytes if tensor.is_kept else prod(source.shape) * DTYPE_BYTES[dtype]
+            for tensor in self.tensors
+            for source in tensor.sources
+        )
+
+    def dequantized_types(self) -> list[str]:
+        """The types of matrices that are dequantized when they are loaded."""
+        kinds = {source.kind for tensor in self.tensors for source in tensor.sources}
+        return sorted(kinds.difference(PLAIN_TYPES, KEPT_TYPES))
+
+    def write(self, directory: Path, file: Path) -> None:
+        (directory / SOURCE_FILE).write_bytes(os.fsencode(file.resolve()))
+        (directory / INDEX_FILE).write_bytes(msgspec.json.encode(self))
+
+
+def read_index(directory: Path) -> GGUFIndex:
+    """Raises ModelError: the index is damaged."""
+    try:
+        return msgspec.json.decode((directory / INDEX_FILE).read_bytes(), type=GGUFIndex)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(
+            f"{directory / INDEX_FILE} is damaged ({error}); remove {directory}"
+        ) from error
+
+
+def source_file(directory: Path) -> Path:
+    """The GGUF file that `directory` describes. Raises OSError."""
+    return Path(os.fsdecode((directory / SOURCE_FILE).read_bytes()))
+
+
+def unchanged_source(directory: Path, index: GGUFIndex) -> Path:
+    """The same. Raises ModelError if the file is no longer what it was."""
+    file = source_file(directory)
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    if (stat.st_size, stat.st_mtime_ns) != (index.file_bytes, index.changed_ns):
+        raise ModelError(f"{file} has changed since it was described; start again")
+    return file

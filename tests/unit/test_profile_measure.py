@@ -12,8 +12,8 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits, brief_grid, full_grid, random_mixes
 from fastserve_backend.profile.measure import (
-    BRIEF_BUDGET_S,
     FULL_BUDGET_S,
+    MAX_BRIEF_BUDGET_S,
     ReadyRanks,
     cache_path,
     cache_path_if_any,
@@ -60,7 +60,7 @@ def ranks(executor: CountingExecutor, clock: VirtualClock, limits: Limits = LIMI
 def test_a_brief_measurement_finds_the_known_machine() -> None:
     clock, truth = VirtualClock(), known_profile()
     profile = measure_briefly(ranks(CountingExecutor(truth, clock), clock))
-    assert clock.now() <= BRIEF_BUDGET_S + truth.prefill_s(2048)
+    assert clock.now() <= MAX_BRIEF_BUDGET_S + truth.prefill_s(2048)
     for length in (4, 100, 1000):
         assert profile.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.15)
         assert profile.decode_s(length) == pytest.approx(truth.decode_s(length), rel=0.15)
@@ -87,7 +87,7 @@ def test_a_slow_machine_is_measured_less_not_longer(factor: int) -> None:
     clock = VirtualClock()
     executor = CountingExecutor(Slower(factor), clock)
     measure_briefly(ranks(executor, clock))
-    assert clock.now() <= BRIEF_BUDGET_S + longest_s
+    assert clock.now() <= MAX_BRIEF_BUDGET_S + longest_s
     clock = VirtualClock()
     executor = CountingExecutor(Slower(factor), clock)
     measure_fully(ranks(executor, clock), lambda share: None)

@@ -102,6 +102,10 @@ class Engine:
         with ExitStack() as undo:
             self._cluster = Cluster.of(config.parallel)  # first: a port in use shows at once
             undo.callback(self._close_cluster)
+            make = make_executor or self._make_executor
+            executor = make()
+            undo.callback(executor.close)
+            undo.callback(executor.kill)  # before: ranks that import hear nothing
             self.model_config, self.tokenizer = load_model_and_tokenizer(config)
             self._sampling_defaults = (
                 load_generation_defaults(self.model_config)
@@ -119,7 +123,8 @@ class Engine:
                 self.clock,
                 self.counters,
                 self._admission,
-                make_executor or (lambda: DistributedExecutor(self._cluster)),
+                executor,
+                make,
                 start_timeout_s,
             )
             undo.callback(self._supervisor.close)
@@ -158,6 +163,10 @@ class Engine:
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def _make_executor(self) -> DistributedExecutor:
+        num_ranks = self.config.parallel.num_ranks
+        return DistributedExecutor(self._cluster, num_early_ranks=num_ranks)
 
     @property
     def failure(self) -> str | None:

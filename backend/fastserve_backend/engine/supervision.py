@@ -45,7 +45,8 @@ class RankSupervisor:
     """Owns the ranks. All methods are for the engine's thread.
 
     Args:
-        make_executor: makes ranks that are not started yet.
+        executor: the first ranks, not started yet.
+        make_executor: makes those that replace them.
         start_timeout_s: how long each start may take.
 
     Raises:
@@ -60,6 +61,7 @@ class RankSupervisor:
         clock: Clock,
         counters: EngineCounters,
         admission: Admission,
+        executor: OwnedExecutor,
         make_executor: Callable[[], OwnedExecutor],
         start_timeout_s: float,
     ) -> None:
@@ -72,7 +74,6 @@ class RankSupervisor:
         self._start_timeout_s = start_timeout_s
         self._limiter = RestartLimiter()
         self._profile: LatencyProfile | None = None
-        executor = make_executor()
         try:
             self.ranks = self._start(executor)
         except BaseException:

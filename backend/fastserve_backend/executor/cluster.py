@@ -7,15 +7,18 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor.rank_processes import rank_environment
 from fastserve_backend.rank_protocol.cluster_keys import ClusterKeys
 from fastserve_backend.system.interpreter import python_executable
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 # Seconds between two messages to a rank of another host. Such a message fails if the rank is gone.
 PROBE_S = 1.0
@@ -70,6 +73,8 @@ class Cluster:
         From then on, sending to a rank whose connection has closed raises EHOSTUNREACH. The caller
         must stop the returned authenticator before it ends the socket's context.
         """
+        from zmq.auth.thread import ThreadAuthenticator  # imports asyncio; one host needs neither
+
         authenticator = ThreadAuthenticator(engine_socket.context)
         authenticator.start()
         authenticator.configure_curve_callback("*", _OnlyRanks(self._keys.rank_public))

@@ -11,11 +11,10 @@ import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor.cluster import Cluster, LostRanks, connection_closed
@@ -36,6 +35,9 @@ from fastserve_backend.rank_protocol.messages import (
     from_rank_decoder,
 )
 from fastserve_backend.system.temporary_directory import short_temporary_directory
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 # Copies take milliseconds. One that takes this long after the steps before it have ended has lost
 # its device or its thread.
@@ -58,13 +60,16 @@ class DistributedExecutor:
     ended when every rank has made its part of it.
     """
 
-    def __init__(self, cluster: Cluster | None = None) -> None:
+    def __init__(self, cluster: Cluster | None = None, *, num_early_ranks: int = 0) -> None:
         """
         Args:
             cluster: needed if ranks run on other hosts; the caller closes it.
+            num_early_ranks: without a cluster, so many processes start now. They import torch while
+                the caller prepares `start`. 0: they start then.
 
         Raises:
             ConfigError: the cluster's address cannot be listened on.
+            EngineError: a process cannot be started.
         """
         self.busy_s: list[float] = []
         """Seconds that each stage has computed so far, without waits for other stages."""
@@ -109,6 +114,12 @@ class DistributedExecutor:
         self._copies: dict[int, _UnfinishedCopy] = {}  # unfinished, the oldest first
         self._is_broken = False
         self._closed = False
+        if cluster is None and num_early_ranks:
+            try:
+                self._start_local(num_early_ranks)
+            except BaseException:
+                self.close()
+                raise
 
     def start(self, setup: Setup, timeout_s: float) -> Ready:
         deadline = time.monotonic() + timeout_s
@@ -133,20 +144,23 @@ class DistributedExecutor:
     def _start_processes(self, setup: Setup) -> Setup:
         """Start the ranks of this host; returns the setup to send to all ranks."""
         num_ranks = setup.tensor_parallel_size * setup.pipeline_parallel_size
-        arguments = ["--engine", self._address]
-        if self._directory is not None:
-            rendezvous = f"{self._directory.name}/ranks"
-            self._ranks.start(num_ranks, [*arguments, "--rendezvous", rendezvous])
+        if self._cluster is None:
+            if not len(self._ranks):
+                self._start_local(num_ranks)
             return setup
-        assert self._cluster is not None
         self._cluster.start_agent()
         self._ranks.start(
             num_ranks,
-            arguments,
+            ["--engine", self._address],
             num_local=self._cluster.num_local_ranks,
             variables=self._cluster.rank_variables,
         )
         return msgspec.structs.replace(setup, start_id=uuid.uuid4().hex)
+
+    def _start_local(self, num_ranks: int) -> None:
+        assert self._directory is not None
+        rendezvous = f"{self._directory.name}/ranks"
+        self._ranks.start(num_ranks, ["--engine", self._address, "--rendezvous", rendezvous])
 
     def _describe_missing(self, ready: Collection[int], timeout_s: float) -> str:
         missing = [rank for rank in range(len(self._ranks)) if rank not in ready]

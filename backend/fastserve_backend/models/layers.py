@@ -138,7 +138,7 @@ class Linear:
             packed = ops.QuantizedLinear(
                 weights, bias, self._relu, dtype=part.dtype, device=part.device
             )
-            return packed if order is None else lambda x: packed(x[:, order])
+            return packed if order is None else lambda x: packed(ops.take_columns(x, order))
         weight = plain[0] if len(plain) == 1 else torch.cat(plain)
         if part.quantization == "int8":
             return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
@@ -230,10 +230,15 @@ class RowLinear(Linear):
 
 
 class Embedding:
-    """A table of rows, [rows, width], whole on every rank."""
+    """A table of rows, [rows, width], whole on every rank.
 
-    def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
+    Args:
+        first_id: the id of the first row.
+    """
+
+    def __init__(self, rows: int, width: int, *, part: ModelPart, first_id: int = 0) -> None:
         self._shape = (rows, width)
+        self._first_id = first_id
         self._part = part
         self._table: Tensor | ops.QuantizedLinear | None = None
 
@@ -250,7 +255,9 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, width]."""
         table = self.table
-        return table[ids] if isinstance(table, Tensor) else table.rows(ids)
+        if isinstance(table, Tensor):
+            return ops.lookup_part(table, ids, self._first_id)
+        return table.rows(ids - self._first_id if self._first_id else ids)
 
     def _take(self, weight: StoredWeight) -> None:
         part = self._part
@@ -269,8 +276,8 @@ class VocabEmbedding(Embedding):
     """An embedding whose rows are divided among the ranks. `table` is this rank's part."""
 
     def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
-        super().__init__(rows, width, part=part)
         self._rows = part.tensor.part(rows)
+        super().__init__(rows, width, part=part, first_id=self._rows.start)
 
     def parameters(self) -> dict[str, Parameter]:
         rows = (self._rows,)
@@ -279,8 +286,10 @@ class VocabEmbedding(Embedding):
     def __call__(self, ids: Tensor) -> Tensor:
         if self._part.tensor.size == 1:
             return super().__call__(ids)
+        if isinstance(self.table, Tensor):
+            return self._part.tensor.sum(super().__call__(ids))
         absent = (ids < self._rows.start) | (ids >= self._rows.stop)
-        looked_up = super().__call__((ids - self._rows.start).masked_fill_(absent, 0))
+        looked_up = super().__call__(ids.masked_fill(absent, self._rows.start))
         return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 

@@ -22,8 +22,10 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import Ready, Step
 from fastserve_backend.system.cache_directory import cache_directory
 
-# Keeps the start short. A slow machine measures shorter prompts and fewer repeats in this time.
-BRIEF_BUDGET_S = 5.0
+# Keeps the start short: so many times a decode of one job, but at least and at most so long. A slow
+# model is measured with shorter prompts and fewer repeats.
+_BRIEF_DECODES = 100
+MIN_BRIEF_BUDGET_S, MAX_BRIEF_BUDGET_S = 1.0, 5.0
 # For a user who asked for a profile, and waits for it.
 FULL_BUDGET_S = 80.0
 # After this many repeats the medians hardly move.
@@ -159,10 +161,14 @@ def _with_link(profile: LatencyProfile, link: Link, path: Path) -> LatencyProfil
 
 
 def measure_briefly(ranks: ReadyRanks) -> LatencyProfile:
-    """A rough profile, in about ``BRIEF_BUDGET_S``. The engine corrects it while serving."""
+    """A rough profile, in at most ``MAX_BRIEF_BUDGET_S``. The engine corrects it while serving."""
     limits = ranks.limits
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
-    times = _StepTimer(ranks).times(mixes, BRIEF_BUDGET_S, lambda share: None)
+    timer = _StepTimer(ranks)
+    # The first step is slower than those after it.
+    _, decode_s = (timer.time(((0, 1, True),)) for _ in range(2))
+    budget_s = min(max(_BRIEF_DECODES * decode_s, MIN_BRIEF_BUDGET_S), MAX_BRIEF_BUDGET_S)
+    times = timer.times(mixes, budget_s, lambda share: None)
     return _fit(ranks, _samples(mixes, times))
 
 
@@ -230,13 +236,13 @@ class _StepTimer:
         for index in by_size:
             if share_of_time() > _WARM_UP_SHARE and first:
                 break
-            first[index] = self._time(mixes[index])
+            first[index] = self.time(mixes[index])
             progress(share_of_time())
         timings: list[tuple[int, float]] = []
         for index in self._rounds(first):
             if share_of_time() >= 1.0:
                 break
-            timings.append((index, self._time(mixes[index])))
+            timings.append((index, self.time(mixes[index])))
             progress(share_of_time())
         progress(1.0)
         seconds = first | typical_seconds(timings)
@@ -255,7 +261,8 @@ class _StepTimer:
             rng.shuffle(order)
             yield from order
 
-    def _time(self, mix: Mix) -> float:
+    def time(self, mix: Mix) -> float:
+        """Seconds of one step."""
         step = self._step(mix)
         started_s = self._now()
         self._executor.submit(step)

@@ -39,16 +39,16 @@ class TritonInstallation:
         on_path = shutil.which("tritonserver")
         if on_path is not None:
             return cls(Path(on_path))
-        if util.find_spec("pytriton") is None:
+        pytriton = util.find_spec("pytriton")
+        if pytriton is None or pytriton.origin is None:
             raise LaunchError(
                 "no tritonserver found: put one on PATH (NVIDIA's Triton container has it) or "
                 "`pip install nvidia-pytriton`"
             )
-        from pytriton.utils import distribution
-
-        root = Path(distribution.get_root_module_path()) / "tritonserver"
+        # Importing it would take half a second.
+        root = Path(pytriton.origin).parent / "tritonserver"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        stub = Path(distribution.get_stub_path(version))
+        stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
         if not stub.exists():
             raise LaunchError(
                 f"the tritonserver in nvidia-pytriton has no stub for Python {version}; use one of "
@@ -57,7 +57,7 @@ class TritonInstallation:
         if shutil.which("bash") is None:
             raise LaunchError("tritonserver's python backend starts its stub with bash; install it")
         libdir = sysconfig.get_config_var("LIBDIR")
-        libraries = [Path(distribution.get_libs_path())]
+        libraries = [root.parent.parent / "nvidia_pytriton.libs"]
         if libdir:
             libraries.append(Path(libdir))
         binary = root / "bin" / "tritonserver"

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.repository import write_repository
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
+from fastserve_backend.system.interpreter import child_environment
 from fastserve_backend.system.restart_limit import RestartLimiter
 
 logger = logging.getLogger(__name__)
@@ -141,6 +144,8 @@ class TritonServer:
         installation = TritonInstallation.find()
         self._wanted.claim()  # a busy port shows before a long download
         model = self._config.model
+        if model.device != "cuda":
+            _start_build()
         self.is_fetching = True  # set first, so that a request to stop interrupts from now on
         try:
             if self._runtime is not None or self._stopping:
@@ -300,6 +305,18 @@ class TritonServer:
                 "the server; put a gateway with API keys in front of it",
                 host,
             )
+
+
+def _start_build() -> None:
+    """Compile the CPU's kernels, if they are not cached, while the server starts."""
+    subprocess.Popen(
+        [sys.executable, "-m", "fastserve_kernels.cpu.builder"],
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def serve(server: TritonServer, on_ready: Callable[[], None] = lambda: None) -> int:

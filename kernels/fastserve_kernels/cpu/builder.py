@@ -1,8 +1,12 @@
-"""Compiles the C++ kernels into the user's cache, once for each machine and source version."""
+"""Compiles the C++ kernels into the user's cache, once for each machine and source version.
+
+``python -m fastserve_kernels.cpu.builder`` does this ahead of their use. It imports no torch.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -12,11 +16,11 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from importlib import util
 from pathlib import Path
-
-import torch
 
 SOURCE_DIR = Path(__file__).parent / "src"
 COMPILE_FLAGS = (
@@ -51,7 +55,10 @@ def find_compiler() -> str:
 
 def torch_openmp() -> Path | None:
     """The libgomp that torch loads. With it, kernels and torch share one thread pool."""
-    libraries = Path(torch.__file__).parent / "lib"
+    torch = util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    libraries = Path(torch.origin).resolve().parent / "lib"
     return next(iter(sorted(libraries.glob("libgomp*.so*"))), None)
 
 
@@ -104,8 +111,8 @@ def user_cache() -> Path:
 def build() -> Path:
     """The compiled library, built now unless it is cached. Raises BuildError.
 
-    Its name has a hash of everything that the machine code depends on. Processes that build at the
-    same time each compile to their own file and rename it into place.
+    Its name has a hash of everything that the machine code depends on. If another process builds,
+    this waits for it.
     """
     compiler = find_compiler()
     openmp = torch_openmp()
@@ -115,10 +122,23 @@ def build() -> Path:
     target = folder / f"fastserve_kernels-{_build_key(compiler, flags, openmp)}.so"
     try:
         if not target.exists():
-            _make(target, compiler, flags, openmp)
+            with _only_build_in(folder):
+                if not target.exists():  # now either
+                    _make(target, compiler, flags, openmp)
     except OSError as error:
         raise _unusable(folder, error) from error
     return target
+
+
+@contextmanager
+def _only_build_in(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # not every file system has locks; then processes build twice
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -191,3 +211,8 @@ def _cpu_model() -> str:
     wanted = ("model name", "flags", "features", "cpu part")
     first_core = lines[: lines.index("")] if "" in lines else lines
     return "\n".join(line for line in first_core if line.lower().startswith(wanted))
+
+
+if __name__ == "__main__":
+    with suppress(BuildError):  # whoever needs the kernels says why there are none
+        build()

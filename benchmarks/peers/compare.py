@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.serving.launch import TritonServer
@@ -32,10 +29,15 @@ from fastserve_client.errors import ClientError
 from benchmarks.peers.checkpoint import VOCAB_SIZE, existing_checkpoint
 from benchmarks.peers.comparison_tables import (
     Report,
-    markdown,
     objectives_table,
     speed_table,
     sweep_table,
+)
+from benchmarks.peers.fairness import (
+    CHECKED_TOKENS,
+    checked_prompts,
+    fairness_table,
+    idle_cpu,
 )
 from benchmarks.peers.vllm_server import ALL_CPUS, MODEL_NAME, VllmServer, VllmSettings
 
@@ -88,12 +90,6 @@ SWEEP: dict[str, str | float] = {
 }
 BENCH_TIMEOUT_S = 3600.0
 
-_MOST_IDLE_CPU = 0.03
-_IDLE_S = 5.0
-_SETTLE_S = 3.0
-"""vLLM's worker spins for a while after its last step before it waits."""
-_CHECKED_PROMPTS, _CHECKED_TOKENS, _PROMPT_TOKENS = 4, 16, 32
-
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -106,19 +102,13 @@ class Running:
     def is_vllm(self) -> bool:
         return self.url.startswith("http")
 
-    def cpu_s(self) -> float:
-        """CPU time of the server and its children so far."""
-        process = psutil.Process(self.pid)
-        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-        return sum(one.user + one.system for one in times)
-
     def greedy(self, prompt: list[int]) -> list[int]:
         """Token ids of the server's greedy answer."""
         if self.is_vllm:
             return self._vllm_greedy(prompt)
         with FastServeClient(self.url) as client:
             answer = client.generate(
-                prompt, max_tokens=_CHECKED_TOKENS, temperature=0, ignore_eos=True
+                prompt, max_tokens=CHECKED_TOKENS, temperature=0, ignore_eos=True
             )
             return list(answer.token_ids)
 
@@ -126,7 +116,7 @@ class Running:
         body = {
             "model": MODEL_NAME,
             "prompt": prompt,
-            "max_tokens": _CHECKED_TOKENS,
+            "max_tokens": CHECKED_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
@@ -198,48 +188,17 @@ class Comparison:
         Raises:
             RuntimeError: an idle server takes processor time.
         """
-        same, idle = self.same_tokens(), self.idle_cpu()
-        busy = [label for label, cores in idle.items() if cores > _MOST_IDLE_CPU]
-        if busy:
-            raise RuntimeError(
-                f"idle, {busy[0]} takes {idle[busy[0]]:.0%} of a core, more than "
-                f"{_MOST_IDLE_CPU:.0%}: the servers beside it would be slower for it"
-            )
-        rows = [[label, f"{same[label]:.1f}", f"{idle[label]:.1%}"] for label in self.servers]
-        first = next(iter(self.servers))
-        same_header = f"greedy tokens as {first}'s, of {_CHECKED_TOKENS}"
-        return markdown(["", same_header, "idle, of a core"], rows)
-
-    def log(self, label: str) -> Path:
-        """Log of the server with this label."""
-        return self._output / f"{label.replace(' ', '-')}.log"
-
-    def same_tokens(self) -> dict[str, float]:
-        """How many first greedy tokens equal the first server's, on average.
-
-        All read the same weights, but in bfloat16 rounding may part two texts at any token.
-        """
-        rng = np.random.default_rng(0)
-        prompts = rng.integers(300, VOCAB_SIZE, (_CHECKED_PROMPTS, _PROMPT_TOKENS)).tolist()
+        prompts = checked_prompts(VOCAB_SIZE)
         answers = {
             label: [server.greedy(prompt) for prompt in prompts]
             for label, server in self.servers.items()
         }
-        first = next(iter(answers.values()))
-        return {
-            label: float(np.mean([_common(*pair) for pair in zip(first, texts, strict=True)]))
-            for label, texts in answers.items()
-        }
+        idle = idle_cpu({label: server.pid for label, server in self.servers.items()})
+        return fairness_table(answers, idle)
 
-    def idle_cpu(self) -> dict[str, float]:
-        """Cores that each idle server takes."""
-        time.sleep(_SETTLE_S)
-        before = {label: server.cpu_s() for label, server in self.servers.items()}
-        time.sleep(_IDLE_S)
-        return {
-            label: (server.cpu_s() - before[label]) / _IDLE_S
-            for label, server in self.servers.items()
-        }
+    def log(self, label: str) -> Path:
+        """Log of the server with this label."""
+        return self._output / f"{label.replace(' ', '-')}.log"
 
     def bench(self, name: str, labels: Sequence[str], flags: Mapping[str, str | float]) -> Report:
         """Runs `fastserve bench` on these servers.
@@ -265,12 +224,6 @@ class Comparison:
         file = self._output / f"{prompt_tokens}-{output_tokens}.csv"
         file.write_text(f"prompt_tokens,output_tokens\n{prompt_tokens},{output_tokens}\n")
         return str(file)
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of tokens before the first that differs."""
-    differs = [a != b for a, b in zip(left, right, strict=True)]
-    return differs.index(True) if True in differs else len(differs)
 
 
 def say(text: str) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 Report = Mapping[str, Any]
 """The JSON that `fastserve bench --output` writes."""
 
+Figure = tuple[str, str, str, float]
+"""Heading, where the number is in a run's summary, and the factor that makes its unit."""
+
 
 def speed_table(reports: Mapping[str, Report]) -> str:
     """Tokens per second of closed loops: output tokens, or prompt tokens where answers are one
@@ -106,6 +109,28 @@ def _median(point: Mapping[str, Any], number: Callable[[Mapping[str, Any]], floa
     if len(values) > 1:
         text += f" [{short_number(min(values))}, {short_number(max(values))}]"
     return f"{text}, {failed} failed" if failed else text
+
+
+def pick(summary: Report, figure: Figure) -> float:
+    _, name, statistic, factor = figure
+    return float(summary[name][statistic]) * factor
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, with the least and the most in brackets."""
+    middle, *ends = map(short_number, (statistics.median(values), min(values), max(values)))
+    return f"{middle} [{', '.join(ends)}]"
+
+
+def times_as_fast(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """How many times as fast ours is: the median of the repeats' ratios, with the least and the
+    most. Below 1 it is marked as a loss.
+
+    Args:
+        ours, theirs: speeds of the same repeats; for times give theirs first.
+    """
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return spread(ratios) + (" (loss)" if statistics.median(ratios) < 1 else "")
 
 
 def short_number(value: float) -> str:

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.peers.compare import VLLM, Comparison, add_common_arguments, run_comparison
-from benchmarks.peers.comparison_tables import Report, markdown, short_number, summaries
+from benchmarks.peers.comparison_tables import (
+    Figure,
+    Report,
+    markdown,
+    pick,
+    spread,
+    summaries,
+)
 from benchmarks.peers.vllm_server import ALL_CPUS
 
 DEFAULT, FCFS = "as shipped", "fcfs"
@@ -41,7 +47,7 @@ _AT_ONCE = 1000.0
 _CAPACITY_JOBS, _QUICK_JOBS = 400, 8
 """Jobs: several batches, so that the last one, when seats are empty, counts for little."""
 
-FIGURES = (
+FIGURES: tuple[Figure, ...] = (
     ("mean, ms a token", "normalized_latency_s", "mean", 1e3),
     ("P95", "normalized_latency_s", "p95", 1e3),
     ("P99", "normalized_latency_s", "p99", 1e3),
@@ -49,7 +55,6 @@ FIGURES = (
     ("JCT mean, s", "latency_s", "mean", 1.0),
     ("JCT P99, s", "latency_s", "p99", 1.0),
 )
-"""Heading, and where the number is in a run's summary."""
 
 
 def measure(comparison: Comparison, arguments: argparse.Namespace) -> str:
@@ -111,16 +116,6 @@ def table(report: Report, labels: Sequence[str]) -> str:
             row.append(spread([pick(a, figure) / pick(b, figure) for a, b in pairs]))
         rows.append(row)
     return markdown(["", *(heading for heading, *_ in FIGURES)], rows)
-
-
-def pick(summary: Report, figure: tuple[str, str, str, float]) -> float:
-    _, name, statistic, factor = figure
-    return float(summary[name][statistic]) * factor
-
-
-def spread(values: Sequence[float]) -> str:
-    middle, *ends = map(short_number, (statistics.median(values), min(values), max(values)))
-    return f"{middle} [{', '.join(ends)}]"
 
 
 def main() -> None:

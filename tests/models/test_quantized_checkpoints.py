@@ -43,7 +43,11 @@ def saved(
     return theirs
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    # `test_quantized_tensors` reads layers in all of them.
+    [pytest.param(one, marks=() if one in SOME else pytest.mark.repeated) for one in FORMATS],
+)
 def test_logits(name: str, tmp_path: Path) -> None:
     theirs = saved(LLAMA, tmp_path, FORMATS[name])
     check_chunked_prompts(load(tmp_path), theirs)
@@ -108,6 +112,13 @@ def test_stacked_layers_with_different_orders(tmp_path: Path) -> None:
     check_prompt(load(tmp_path), theirs)
 
 
+def test_memory_is_that_of_the_files(tmp_path: Path) -> None:
+    saved(LLAMA, tmp_path, FORMATS["awq_32"])
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    assert config.quantization == "as_stored"
+    assert config.weight_bytes == (tmp_path / "model.safetensors").stat().st_size
+
+
 @pytest.mark.parametrize("name", ["awq_32", "fp8_tensor"])
 def test_experts(name: str, tmp_path: Path) -> None:
     """They are dequantized when they are loaded."""
@@ -127,6 +138,8 @@ def test_experts(name: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     change_config(tmp_path, quantization_config=FORMATS[name].config)
     check_prompt(load(tmp_path), theirs)
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    assert config.weight_bytes > 4 * config.num_expert_parameters
 
 
 def test_int8_of_a_quantized_checkpoint(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ float64 unless a docstring says otherwise.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
 
 import torch
+from fastserve_kernels import ops
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
 from torch import Tensor
@@ -155,6 +157,24 @@ def silu_mul(x: Tensor) -> Tensor:
     return gate / (1 + (-gate).exp()) * up
 
 
+def activate(x: Tensor, activation: ops.Activation) -> Tensor:
+    """See `ops.activate`."""
+    return ACTIVATIONS[activation](x.double())
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+
+
+ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: 0.5 * x * torch.special.erfc(-x / math.sqrt(2)),
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x: x.clamp_min(0),
+    "relu_squared": lambda x: x.clamp_min(0) ** 2,
+}
+
+
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     """See `ops.clamped_swiglu`."""
     gate, up = x.double().chunk(2, dim=-1)
@@ -205,8 +225,7 @@ def mixture(y: Tensor, experts: Tensor, weights: Tensor, tokens: Tensor, starts:
 def gelu_tanh_mul(x: Tensor) -> Tensor:
     """See `ops.gelu_tanh_mul`."""
     gate, up = x.double().chunk(2, dim=-1)
-    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-    return 0.5 * gate * (1 + inner.tanh()) * up
+    return _gelu_tanh(gate) * up
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ They run on a CPU's implementations, on the GPU's in Triton's interpreter, and o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import kernel_reference as reference
 import torch
@@ -33,6 +33,8 @@ NORMS = [
 ]  # fmt: skip
 # Tokens, heads, head dimension
 HEAD_NORMS = [(1, 14, 64), (5, 3, 80), (70, 8, 128), (3, 1, 256), (4, 5, 40), (0, 2, 64)]
+# Rows of a table, and their elements
+TABLES = [(1, 64), (40, 128), (7, 3), (301, 100)]
 ACTIVATIONS = [(1, 3072), (3, 7), (17, 1024), (40, 1536), (2, 2500), (0, 8)]
 # Blocks, KV heads, block size, head dimension, tokens of the last block
 KV_INT8 = [
@@ -62,6 +64,14 @@ def cases_of_ops() -> Iterator[Case]:
         for rows in ACTIVATIONS:
             yield Case("silu_mul", (dtype, *rows), _silu_mul)
             yield Case("gelu_tanh_mul", (dtype, *rows), _gelu_tanh_mul)
+            for activation in reference.ACTIVATIONS:
+                yield Case("activate", (dtype, *rows, activation), _activate)
+                yield Case("activate_mul", (dtype, *rows, activation), _activate_mul)
+            yield Case("add", (dtype, *rows), _add)
+            yield Case("in place", (dtype, *rows), _in_place)
+        for table in TABLES:
+            yield Case("lookup_rows", (dtype, *table), _lookup_rows)
+            yield Case("lookup_part", (dtype, *table), _lookup_part)
         for heads in HEAD_NORMS:
             yield Case("rms_norm_heads", (dtype, *heads), _rms_norm_heads)
     yield Case("add_layer_norm", (), _norm_of_constant_rows, "constant rows")
@@ -303,6 +313,74 @@ def _gelu_tanh_mul_of_extremes(device: torch.device) -> Iterator[Comparison]:
     out = ops.gelu_tanh_mul(torch.cat([gate, torch.ones(1, 6)], dim=1).to(device)).cpu()
     yield near("up to 200", out[:, :5], gate[:, :5].relu(), torch.float32)
     yield near("1e30", out[:, 5:], gate[:, 5:], torch.float32)
+
+
+def _activate(
+    dtype: torch.dtype, rows: int, size: int, activation: ops.Activation, device: torch.device
+) -> Iterator[Comparison]:
+    x = _strided(rows, size, dtype, device)
+    x *= 4
+    expected = reference.activate(x.cpu(), activation)
+    yield near("result", ops.activate(x, activation).cpu(), expected, dtype)
+
+
+def _activate_mul(
+    dtype: torch.dtype, rows: int, size: int, activation: ops.Activation, device: torch.device
+) -> Iterator[Comparison]:
+    x = _strided(rows, 2 * size, dtype, device)
+    gate, up = x.cpu().double().chunk(2, dim=-1)
+    expected = reference.activate(gate, activation) * up
+    yield near("result", ops.activate_mul(x, activation).cpu(), expected, dtype)
+
+
+def _add(dtype: torch.dtype, rows: int, size: int, device: torch.device) -> Iterator[Comparison]:
+    x, y = _strided(rows, size, dtype, device), _strided(rows, size, dtype, device, gap=8)
+    yield near("sum", ops.add(x, y).cpu(), x.cpu().double() + y.cpu().double(), dtype)
+    columns = torch.randint(size, (2 * size,)) if size else torch.zeros(0, dtype=torch.int64)
+    taken = ops.take_columns(x, columns.to(device)).cpu()
+    yield Comparison("columns", taken, x.cpu()[:, columns])
+    yield Comparison("zeros", ops.zeros_like(x).cpu(), torch.zeros(rows, size))
+
+
+def _in_place(
+    dtype: torch.dtype, rows: int, size: int, device: torch.device
+) -> Iterator[Comparison]:
+    """What is beside the rows stays."""
+    factors = torch.rand(rows, 1)
+    changes: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        ("scale_", lambda x: ops.scale_(x, 0.22), lambda x: x * 0.22),
+        ("scale_rows_", lambda x: ops.scale_rows_(x, factors.to(device)), lambda x: x * factors),
+        ("clamp_", lambda x: ops.clamp_(x, 0.75), lambda x: x.clamp(-0.75, 0.75)),
+        ("soft_cap_", lambda x: ops.soft_cap_(x, 1.5), lambda x: (x / 1.5).tanh() * 1.5),
+    ]
+    for what, change, expected in changes:
+        wide = torch.randn(rows, size + 5).to(dtype)
+        changed = wide.to(device, copy=True)
+        inner = changed[:, 2 : size + 2]
+        assert change(inner) is inner
+        found = changed.cpu()
+        yield near(what, found[:, 2 : size + 2], expected(wide[:, 2 : size + 2].double()), dtype)
+        yield Comparison("left of it", found[:, :2], wide[:, :2])
+        yield Comparison("right of it", found[:, size + 2 :], wide[:, size + 2 :])
+
+
+def _lookup_rows(
+    dtype: torch.dtype, rows: int, size: int, device: torch.device
+) -> Iterator[Comparison]:
+    table = torch.randn(rows, size).to(dtype)
+    ids = torch.randint(-rows, rows, (33,))
+    found = ops.lookup_rows(table.to(device), ids.to(device)).cpu()
+    yield Comparison("rows", found, torch.stack([table[one] for one in ids.tolist()]))
+
+
+def _lookup_part(
+    dtype: torch.dtype, rows: int, size: int, device: torch.device
+) -> Iterator[Comparison]:
+    table = torch.randn(3 * rows, size).to(dtype)
+    ids = torch.arange(3 * rows)
+    found = ops.lookup_part(table[rows : 2 * rows].to(device), ids.to(device), rows).cpu()
+    is_here = (ids >= rows) & (ids < 2 * rows)
+    yield Comparison("rows", found, torch.where(is_here[:, None], table, 0))
 
 
 def _bias_relu(

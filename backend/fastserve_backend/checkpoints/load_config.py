@@ -25,6 +25,7 @@ from fastserve_backend.checkpoints.model_config import (
     Quantization,
 )
 from fastserve_backend.checkpoints.quantization_config import read_quantization
+from fastserve_backend.checkpoints.weight_index import read_weight_index
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +93,8 @@ def load_model_config(
         quantization=None if quantization == "as_stored" else quantization,
         kv_dtype=kv_dtype,
     )
-    if stored is not None:
-        config = replace(config, stored_quantization=stored)
-    elif config.quantization is None and load_format == "auto":
+    config = replace(config, stored_quantization=stored)
+    if config.quantization is None and load_format == "auto":
         config = _as_stored(config)
     if quantization == "int4" and config.num_expert_parameters:
         raise ModelError(
@@ -127,13 +127,31 @@ def load_model_config(
 
 def _as_stored(config: ModelConfig) -> ModelConfig:
     """The same, with weights that stay in few bits if they are stored so."""
-    if config.directory is None or not (Path(config.directory) / INDEX_FILE).is_file():
+    if config.directory is None:
         return config
-    index = read_index(Path(config.directory))
-    if not index.is_quantized:
+    directory = Path(config.directory)
+    if (directory / INDEX_FILE).is_file():
+        index = read_index(directory)
+        if not index.is_quantized:
+            return config
+        num_bytes = index.memory_bytes(config.dtype)
+    elif config.stored_quantization is not None:
+        experts = config.num_expert_parameters  # these are dequantized
+        share = 1 - experts / config.num_parameters
+        num_bytes = round(_weight_file_bytes(directory) * share)
+        num_bytes += experts * DTYPE_BYTES[config.dtype]
+    else:
         return config
-    num_bytes = index.memory_bytes(config.dtype)
     return replace(config, quantization="as_stored", stored_weight_bytes=num_bytes)
+
+
+def _weight_file_bytes(directory: Path) -> int:
+    """The size of a checkpoint. Files that are missing, which is an error later, count nothing."""
+    first = next(directory / name for name in WEIGHT_FILES if (directory / name).is_file())
+    files = [first]
+    if first.suffix == ".json":
+        files = [directory / name for name in read_weight_index(first)]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:

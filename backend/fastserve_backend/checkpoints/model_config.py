@@ -19,6 +19,8 @@ checkpoint stores them."""
 KVDType = Literal["same", "int8"]
 """The type of keys and values: the model's own, or 8 bits with scales."""
 
+INT4_BYTES = 0.5 + 4 / 64
+"""Of an element, with a scale and an offset in 16 bits for each group of 64."""
 INT8_SCALE_BYTES = 4
 """As in `fastserve_kernels.int8_cache`, which would import torch."""
 DTYPE_BYTES: Mapping[DType, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
@@ -134,7 +136,9 @@ class ModelConfig:
         weights stay as they are stored."""
         if self.stored_weight_bytes is not None:
             return self.stored_weight_bytes / self.num_parameters
-        return DTYPE_BYTES[self.dtype] if self.quantization is None else 1
+        if self.quantization is None:
+            return DTYPE_BYTES[self.dtype]
+        return INT4_BYTES if self.quantization == "int4" else 1
 
     @property
     def table_bytes(self) -> int:

@@ -13,8 +13,8 @@ Layout = Literal["awq", "gptq", "packed", "plain"]
 
 _KNOWN = "awq, gptq, compressed-tensors or fp8, or mxfp4 of gpt_oss"
 _REMEDY = (
-    "use another checkpoint of the model, with quantization int8 if its weights are to take less "
-    "memory"
+    "use another checkpoint of the model, with quantization int8 or int4 if its weights are to "
+    "take less memory"
 )
 
 # Formats of compressed-tensors -> types of their weights.
@@ -84,9 +84,9 @@ def _read(fields: HFConfig) -> StoredQuantization:
 def _read_awq(fields: HFConfig) -> StoredQuantization:
     for key in ("version", "format", "checkpoint_format"):
         fields.choice(key, "gemm", ("gemm", "GEMM"))
-    older = "w_bit" in fields
-    bits = _bits(fields, "w_bit" if older else "bits", (4,))
-    columns = _group_size(fields, "q_group_size" if older else "group_size", 128)
+    is_older = "w_bit" in fields
+    bits = _bits(fields, "w_bit" if is_older else "bits", (4,))
+    columns = _group_size(fields, "q_group_size" if is_older else "group_size", 128)
     return StoredQuantization(
         format="AWQ", layout="awq", bits=bits, columns=columns, has_zeros=True
     )
@@ -167,10 +167,9 @@ def _read_config_group(groups: HFConfig, name: str, whole: HFConfig) -> StoredQu
 
 
 def _bits(fields: HFConfig, key: str, allowed: tuple[int, ...]) -> int:
-    bits = fields.integer(key, allowed[0])
-    if bits not in allowed:
+    if not fields.states(key, allowed):
         raise fields.error(key, " or ".join(map(str, allowed)))
-    return bits
+    return fields.integer(key, 4)
 
 
 def _group_size(fields: HFConfig, key: str, default: int) -> int | None:

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from fastserve_kernels import ops
 from fastserve_kernels.ops import AttentionRule
 from torch import Tensor
@@ -105,7 +104,7 @@ class GroupBatch(ABC):
 
         The step's keys and values must be in the cache `kv` already.
         """
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = ops.empty(query.shape, query)
         n = self.num_decodes
         if n:
             self._decode(query[:n], kv, layer, rule, out[:n])

@@ -111,7 +111,7 @@ class CausalLM(ABC):
         if sampled is None or not self._part.is_last:
             return hidden
         if len(sampled) != len(hidden):
-            hidden = hidden[sampled]  # a prefill needs only its last token's
+            hidden = ops.lookup_rows(hidden, sampled)  # a prefill needs only its last token's
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -202,9 +202,9 @@ class LMHead:
         if logits is None:
             return None
         if self._factor != 1.0:
-            logits.mul_(self._factor)
+            ops.scale_(logits, self._factor)
         if self._soft_cap is not None:
-            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+            ops.soft_cap_(logits, self._soft_cap)
         return logits
 
     def load_stage(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from fastserve_kernels import ops
 from fastserve_kernels.ops import AttentionRule
 from torch import Tensor
 
@@ -93,12 +94,13 @@ class SelfAttention:
         if self._norms is not None:
             self._norms(qkv)
         if self._config.clip_qkv is not None:
-            qkv.clamp_(-self._config.clip_qkv, self._config.clip_qkv)
+            ops.clamp_(qkv, self._config.clip_qkv)
         if self._rotation is None:
             return self._out(self._attend(qkv, batch, kv))
         cos_sin, query_factors = rotations[self._rotation]
         if query_factors is not None:
-            qkv[:, : self._attend.heads * self._attend.head_dim] *= query_factors
+            query = qkv[:, : self._attend.heads * self._attend.head_dim]
+            ops.scale_rows_(query, query_factors)
         return self._out(self._attend(qkv, batch, kv, cos_sin))
 
     def _take_sinks(self, tensor: Tensor) -> None:
@@ -166,7 +168,7 @@ class DecoderLayer:
         residual, normed = _added(self._attention_in, update, residual)
         attended = self._attention(normed, rotations, batch, kv)
         if self._is_parallel:  # both read the same input, and one sum over the ranks serves both
-            return self._tensor.sum(attended + self._feed_forward(normed)), residual
+            return self._tensor.sum(ops.add(attended, self._feed_forward(normed))), residual
         attended = self._finished(attended, self._attention_out)
         residual, normed = _added(self._feed_forward_in, attended, residual)
         return self._finished(self._feed_forward(normed), self._feed_forward_out), residual
@@ -175,7 +177,8 @@ class DecoderLayer:
         """What a block adds to the residual."""
         if norm is not None:
             update = norm.in_place(update)
-        return update if self._residual_factor == 1.0 else update.mul_(self._residual_factor)
+        factor = self._residual_factor
+        return update if factor == 1.0 else ops.scale_(update, factor)
 
 
 class DecoderModel(RotaryLM):
@@ -255,5 +258,5 @@ def _added(
     """(The sum, the normalised sum)."""
     if norm is not None:
         return norm(update, residual)
-    total = update + residual
+    total = ops.add(update, residual)
     return total, total

@@ -6,11 +6,12 @@ those that `transformers.GPTNeoXForCausalLM` writes, without "gpt_neox.".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.gpt_neox_config import GPTNeoXConfig
@@ -33,13 +34,12 @@ from fastserve_backend.models.weights import (
     reordered,
 )
 
-_TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": torch.nn.functional.gelu,
-    "gelu_new": _TANH_GELU,
-    "gelu_fast": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU,
-    "relu": torch.relu,
+_ACTIVATIONS: dict[str, ops.Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
 }
 
 
@@ -97,12 +97,12 @@ class GPTNeoXLayer:
         attended = self._out(self._attend(qkv, batch, kv, rotations[0].cos_sin))
         if self._parallel:  # both sub-layers see the same input
             _, normed = self._feed_forward_norm(update, residual)
-            return self._tensor.sum(attended + self._feed_forward(normed)), total
+            return self._tensor.sum(ops.add(attended, self._feed_forward(normed))), total
         total, normed = self._feed_forward_norm(attended, total)
         return self._feed_forward(normed), total
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self._down(self._activation(self._up(x)))
+        return self._down(ops.activate(self._up(x), self._activation))
 
 
 class GPTNeoXModel(RotaryLM):

@@ -17,6 +17,7 @@ from fastserve_kernels.quantized_weight import QuantizedWeight
 from fastserve_kernels.weight_quantization import row_magnitudes
 from torch import Tensor
 
+from fastserve_backend.models.int4_rounding import int4_group
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter, StoredWeight
 
@@ -50,6 +51,9 @@ class Linear:
         self._magnitudes: Tensor | None = None
         """Of whole rows, if the weight has only some of their columns."""
         self._packed: Callable[[Tensor], Tensor] | None = None
+        self._group = 0
+        if part.quantization == "int4":
+            self._group = int4_group(parts, self._columns())
 
     def parameters(self) -> dict[str, Parameter]:
         """The needed tensors: "part.weight" [out, in] and "part.bias" [out]."""
@@ -101,7 +105,7 @@ class Linear:
 
     def _take_weight(self, name: str, rows: slice, weight: StoredWeight) -> None:
         """rows: where the part is in the stacked weight."""
-        if isinstance(weight, QuantizedWeight) and self._part.quantization == "int8":
+        if isinstance(weight, QuantizedWeight) and self._part.rounds_weights:
             weight = weight.dequantized(self._part.dtype)
         if isinstance(weight, Tensor):
             weight = weight.to(self._part.device, self._part.dtype)
@@ -125,16 +129,18 @@ class Linear:
     def _pack(
         self, weights: Sequence[StoredWeight], bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
+        part = self._part
         plain = [one for one in weights if isinstance(one, Tensor)]
+        if part.quantization == "int4":
+            weights, plain = [part.int4_rounding(one, self._group) for one in plain], []
         if len(plain) < len(weights):
-            part = self._part
             weights, order = _in_one_order(weights, part)
             packed = ops.QuantizedLinear(
                 weights, bias, self._relu, dtype=part.dtype, device=part.device
             )
-            return packed if order is None else lambda x: packed(x[:, order])
+            return packed if order is None else lambda x: packed(ops.take_columns(x, order))
         weight = plain[0] if len(plain) == 1 else torch.cat(plain)
-        if self._part.quantization == "int8":
+        if part.quantization == "int8":
             return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
         return ops.PackedLinear(weight, bias, self._relu)
 
@@ -224,10 +230,15 @@ class RowLinear(Linear):
 
 
 class Embedding:
-    """A table of rows, [rows, width], whole on every rank."""
+    """A table of rows, [rows, width], whole on every rank.
 
-    def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
+    Args:
+        first_id: the id of the first row.
+    """
+
+    def __init__(self, rows: int, width: int, *, part: ModelPart, first_id: int = 0) -> None:
         self._shape = (rows, width)
+        self._first_id = first_id
         self._part = part
         self._table: Tensor | ops.QuantizedLinear | None = None
 
@@ -244,12 +255,14 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, width]."""
         table = self.table
-        return table[ids] if isinstance(table, Tensor) else table.rows(ids)
+        if isinstance(table, Tensor):
+            return ops.lookup_part(table, ids, self._first_id)
+        return table.rows(ids - self._first_id if self._first_id else ids)
 
     def _take(self, weight: StoredWeight) -> None:
         part = self._part
         if isinstance(weight, QuantizedWeight) and (
-            part.quantization == "int8" or weight.order is not None
+            part.rounds_weights or weight.order is not None
         ):
             weight = weight.dequantized(part.dtype)
         if isinstance(weight, QuantizedWeight):
@@ -263,8 +276,8 @@ class VocabEmbedding(Embedding):
     """An embedding whose rows are divided among the ranks. `table` is this rank's part."""
 
     def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
-        super().__init__(rows, width, part=part)
         self._rows = part.tensor.part(rows)
+        super().__init__(rows, width, part=part, first_id=self._rows.start)
 
     def parameters(self) -> dict[str, Parameter]:
         rows = (self._rows,)
@@ -273,8 +286,10 @@ class VocabEmbedding(Embedding):
     def __call__(self, ids: Tensor) -> Tensor:
         if self._part.tensor.size == 1:
             return super().__call__(ids)
+        if isinstance(self.table, Tensor):
+            return self._part.tensor.sum(super().__call__(ids))
         absent = (ids < self._rows.start) | (ids >= self._rows.stop)
-        looked_up = super().__call__((ids - self._rows.start).masked_fill_(absent, 0))
+        looked_up = super().__call__(ids.masked_fill(absent, self._rows.start))
         return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 

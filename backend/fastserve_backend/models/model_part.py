@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import Quantization
 from fastserve_backend.checkpoints.partition import span
+from fastserve_backend.models.int4_rounding import Int4Rounding
 
 
 class TensorGroup:
@@ -42,7 +45,7 @@ class TensorGroup:
     def sum(self, x: Tensor) -> Tensor:
         """Replace every rank's ``x`` by the sum of all; returns ``x``."""
         if self.size > 1:
-            dist.all_reduce(x, group=self._process_group)
+            ops.call_on_rows(self._sum, x)
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -56,13 +59,26 @@ class TensorGroup:
         None on the others."""
         if self.size == 1:
             return x
+        gather = partial(self._gather, num_columns)
+        if not self.is_first:
+            ops.call_on_rows(gather, x)
+            return None
+        joined = ops.empty((len(x), num_columns), x)
+        ops.call_on_rows(gather, x, joined)
+        return joined
+
+    def _sum(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self._process_group)
+
+    def _gather(self, num_columns: int, x: Tensor, joined: Tensor | None = None) -> None:
+        """Fill `joined`, on the first rank, from all ranks' x."""
         widths = [len(span(num_columns, rank, self.size)) for rank in range(self.size)]
         x = F.pad(x, (0, widths[0] - widths[self.rank]))  # gather needs parts of one size
-        parts = [torch.empty_like(x) for _ in widths] if self.is_first else None
+        parts = None if joined is None else [torch.empty_like(x) for _ in widths]
         dist.gather(x, parts, group=self._process_group, group_dst=0)
-        if parts is None:
-            return None
-        return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], dim=1)
+        if joined is not None and parts is not None:
+            of_ranks = [part[:, :n] for part, n in zip(parts, widths, strict=True)]
+            torch.cat(of_ranks, dim=1, out=joined)
 
 
 ALONE = TensorGroup()
@@ -83,6 +99,13 @@ class ModelPart:
     """Layers of the whole model."""
     tensor: TensorGroup = ALONE
     quantization: Quantization | None = None
+    int4_rounding: Int4Rounding = field(default_factory=Int4Rounding)
+    """For all linear layers, if `quantization` is int4."""
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether linear layers are rounded when they are loaded, however they are stored."""
+        return self.quantization in ("int8", "int4")
 
     @property
     def is_first(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.opt_config import POSITION_OFFSET, OPTConfig
@@ -61,7 +61,7 @@ class OPTLayer:
     def feed_forward(self, x: Tensor) -> Tensor:
         x = self._fc1(x)
         if self._gelu:
-            x = torch.nn.functional.gelu(x)
+            x = ops.activate(x, "gelu")
         return self._fc2(x)
 
 
@@ -73,7 +73,10 @@ class OPTModel(CausalLM):
         projected = embed != hidden
         self._tokens = VocabEmbedding(config.vocab_size, embed, part=part)
         self._positions = Embedding(
-            config.max_position_embeddings + POSITION_OFFSET, hidden, part=part
+            config.max_position_embeddings + POSITION_OFFSET,
+            hidden,
+            part=part,
+            first_id=-POSITION_OFFSET,
         )
         self._project_in = linear(embed, {"project_in": hidden}) if projected else None
         project_out = linear(hidden, {"project_out": embed}) if projected else None
@@ -120,15 +123,15 @@ class OPTModel(CausalLM):
         sampled: Tensor | None = None,
     ) -> Tensor | None:
         if hidden is not None:
-            update, residual = hidden, torch.zeros_like(hidden)
+            update, residual = hidden, ops.zeros_like(hidden)
         else:
             update = self._tokens(token_ids)
             if self._project_in is not None:
                 update = self._project_in(update)
-            residual = self._positions(positions + POSITION_OFFSET)
+            residual = self._positions(positions)
         if self.config.do_layer_norm_before:
             return self._output(self._pre_norm(update, residual, batch, kv), sampled)
-        return self._output(self._post_norm(update + residual, batch, kv), sampled)
+        return self._output(self._post_norm(ops.add(update, residual), batch, kv), sampled)
 
     def _pre_norm(
         self, update: Tensor, residual: Tensor, batch: AttentionBatch, kv: Tensor
@@ -140,7 +143,7 @@ class OPTModel(CausalLM):
             residual, normed = layer.feed_forward_norm(update, residual)
             update = layer.feed_forward(normed)
         if self._final_norm is None or not self._part.is_last:
-            return residual + update
+            return ops.add(residual, update)
         return self._final_norm(update, residual)[1]
 
     def _post_norm(self, hidden: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:

@@ -57,9 +57,10 @@ _OF_ACTIVATIONS = (
     ".input_zero_point",
     ".activation_scale",
     ".output_scale",
+    ".q_scale",
     ".k_scale",
     ".v_scale",
-    ".q_scale",
+    ".kv_scale",
 )
 # Names of types in safetensors' and torch's words.
 _INT32 = ("I32", "torch.int32")

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.rotary_config import Rotary
@@ -105,17 +106,17 @@ class RotaryLM(CausalLM):
     ) -> Tensor | None:
         rotations = [rotary(positions) for rotary in self._rotaries]
         residual = self._embedded(token_ids) if hidden is None else hidden
-        update = torch.zeros_like(residual)
+        update = ops.zeros_like(residual)
         for layer in self._layers:
             update, residual = layer(update, residual, rotations, batch, kv)
         if not self._part.is_last:
-            return residual + update
+            return ops.add(residual, update)
         return self._output(self._final_norm(update, residual)[1], sampled)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         embedded = self._tokens(token_ids)
         factor = self._embedding_factor
-        return embedded if factor == 1.0 else embedded.mul_(factor)
+        return embedded if factor == 1.0 else ops.scale_(embedded, factor)
 
 
 class RotaryEmbedding:
@@ -129,16 +130,19 @@ class RotaryEmbedding:
             long = _cosines_and_sines(rotary.long_frequencies, positions, rotary.scale)
             table = np.concatenate([table, long[::-1]])  # -1 is the last row
         self._table = torch.from_numpy(table).to(device)
-        self._growth = rotary.query_growth
+        self._query_factors: Tensor | None = None
+        if rotary.query_growth is not None:
+            beta, trained = rotary.query_growth
+            windows = torch.arange(positions, device=device) // trained
+            self._query_factors = 1 + beta * torch.log1p(windows.float())[:, None]
 
     def __call__(self, positions: Tensor) -> Rotation:
         """The rotations of T tokens: positions int64 [T]. -1 - p stands for position p of a long
         job (`Rotary.switch`)."""
-        if self._growth is None:
-            return Rotation(self._table[positions])
-        beta, trained = self._growth
-        factors = 1 + beta * torch.log1p((positions // trained).float())
-        return Rotation(self._table[positions], factors[:, None])
+        cos_sin = ops.lookup_rows(self._table, positions)
+        if self._query_factors is None:
+            return Rotation(cos_sin)
+        return Rotation(cos_sin, ops.lookup_rows(self._query_factors, positions))
 
 
 def _cosines_and_sines(

@@ -32,6 +32,7 @@ _NOT_SHAPE = frozenset(
         "directory",
         "load_format",
         "dtype",
+        "stored_quantization",
         "max_model_len",
         "eos_token_ids",
         "eos_is_default",
@@ -94,7 +95,7 @@ class Identity:
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """The part of a model's configuration that iteration times depend on."""
     shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
-    for key in ("quantization", "stored_weight_bytes", "stored_quantization"):
+    for key in ("quantization", "stored_weight_bytes"):
         if shape[key] is None:
             del shape[key]
     if model.kv_dtype == "same":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from dataclasses import dataclass
 
 import torch
 from fastserve_kernels import ops
+from fastserve_kernels.cpu.recording import UnrecordableError
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
@@ -27,14 +29,17 @@ from fastserve_backend.worker.step_inputs import (
     StepTensors,
     WorkListInputs,
 )
+from fastserve_backend.worker.step_program import StepOutput, StepProgram
 
 ONLY_RANK = RankPlace()
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
     """Runs one rank's part of the steps on one device. `launch` is a step from top to bottom.
 
-    On a CPU a step is done when `launch` returns. On a GPU `launch` waits for nothing, so the next
+    On a CPU a step is done when `launch` returns. Its operations are recorded in the constructor
+    (`StepProgram`), if that is possible. On a GPU `launch` waits for nothing, so the next
     step can be launched while this one runs:
 
     - Inputs reach the GPU by a copy that the host does not wait for.
@@ -48,6 +53,7 @@ class ModelRunner:
         kv: the rank's cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
         limits: bounds that every step keeps.
         tensor: the ranks of this rank's stage.
+        may_record: False runs the model's Python code in each step on a CPU. Results are the same.
     """
 
     @torch.inference_mode()
@@ -60,6 +66,8 @@ class ModelRunner:
         limits: StepLimits,
         place: RankPlace = ONLY_RANK,
         tensor: TensorGroup = ALONE,
+        *,
+        may_record: bool = True,
     ) -> None:
         assert place.tensor_size == tensor.size
         self.device = device
@@ -75,6 +83,10 @@ class ModelRunner:
         kinds = config.layer_groups.kinds
         self._inputs: StepInputs = CPUInputs(kv.shape[4], kinds)
         self._graphs: DecodeGraphs | None = None
+        self._program: StepProgram | None = None
+        if device.type == "cpu" and ops.cpu_backend() == "compiled" and may_record:
+            num_groups = sum(kind.num_groups for kind in kinds)
+            self._program = self._recorded(model, kv, limits, num_groups, width, dtype)
         if ops.uses_triton(device):
             heads = config.num_heads // place.tensor_size
             inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits, kinds)
@@ -126,28 +138,62 @@ class ModelRunner:
         received = self._pipeline.receive(inputs.num_tokens) if self.has_earlier_stage else None
         # Not earlier: an idle device would start the watch while the host still prepares.
         watch = Stopwatch(self.device)
-        output = self._run_model(inputs, received)
+        output = self._run_model(inputs, received, is_greedy=step.sampling is None)
         tokens = None
         if self._place.is_last_stage:
             tokens = self._sample(output, step, inputs)
         else:
-            assert output is not None
-            self._pipeline.send(output)
+            assert output.hidden is not None
+            self._pipeline.send(output.hidden)
         watch.stop()
         if self._place.tensor_rank != 0:
             return None
         return LaunchedStep(step.step_id, watch, tokens, self._place.is_last_stage)
 
-    def _run_model(self, inputs: StepTensors, received: Tensor | None) -> Tensor | None:
-        """The activations for the next stage, [T, width]. On the last stage the sampled rows'
-        logits (see `CausalLM.logits`)."""
+    def _recorded(
+        self,
+        model: CausalLM,
+        kv: Tensor,
+        limits: StepLimits,
+        num_groups: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> StepProgram | None:
+        try:
+            return StepProgram(
+                model,
+                kv,
+                limits,
+                num_groups,
+                width=width,
+                dtype=dtype,
+                has_earlier_stage=self.has_earlier_stage,
+                is_last_stage=self._place.is_last_stage,
+            )
+        except UnrecordableError as error:
+            _log.info("steps run as Python code, because they cannot be recorded: %s", error)
+            return None
+
+    def _run_model(
+        self, inputs: StepTensors, received: Tensor | None, *, is_greedy: bool
+    ) -> StepOutput:
+        """Its tensors stay valid, but for logits."""
+        if self._program is not None:
+            output = self._program.run(inputs, received, is_greedy=is_greedy)
+            if output.hidden is None:
+                return output
+            # The program may run again before these activations have been sent.
+            return StepOutput(hidden=output.hidden.clone())
         if self._graphs is None or not inputs.is_padded:
-            return self._forward(inputs, received, inputs.sampled)
-        hidden = self._graphs.run(inputs, received)
+            computed = self._forward(inputs, received, inputs.sampled)
+        else:
+            hidden = self._graphs.run(inputs, received)
+            # The graph may run again before these activations have been sent.
+            is_last = self._place.is_last_stage
+            computed = self._model.logits(hidden) if is_last else hidden.clone()
         if self._place.is_last_stage:
-            return self._model.logits(hidden)
-        # The graph may run again before these activations have been sent.
-        return hidden.clone()
+            return StepOutput(logits=computed)
+        return StepOutput(hidden=computed)
 
     def _forward(
         self, inputs: StepTensors, received: Tensor | None, sampled: Tensor | None = None
@@ -156,14 +202,18 @@ class ModelRunner:
             inputs.token_ids, inputs.positions, inputs.batch, self._kv, received, sampled
         )
 
-    def _sample(
-        self, logits: Tensor | None, step: Step, inputs: StepTensors
-    ) -> SampledTokens | None:
+    def _sample(self, output: StepOutput, step: Step, inputs: StepTensors) -> SampledTokens | None:
         """Choose a token for each row and keep it for the next step. None if there are no logits:
         no row gets a token, or another rank of the stage chooses."""
         tokens = None
-        if logits is not None:
-            tokens = sample(logits, step.sampling, self._eos_token_ids, inputs.token_ids)
+        if output.logits is not None:
+            tokens = sample(
+                output.logits,
+                step.sampling,
+                self._eos_token_ids,
+                inputs.token_ids,
+                output.greedy_ids,
+            )
         self._last_tokens.keep(inputs.num_sampled, None if tokens is None else tokens.token_ids)
         return tokens
 

@@ -108,6 +108,7 @@ def sample(
     sampling: Sampling | None,
     eos_token_ids: tuple[int, ...],
     input_ids: Tensor | None = None,
+    greedy_ids: Tensor | None = None,
 ) -> SampledTokens:
     """Choose a token for each row. Log-probabilities are those of the unmodified logits.
 
@@ -116,9 +117,10 @@ def sample(
         sampling: None: choose greedily for every row.
         input_ids: int64, the step's tokens, those of decodes first. Only penalties with
             ``is_pending`` need them.
+        greedy_ids: int64 [R], the `ops.argmax_rows` of the logits, if it is known.
     """
     if sampling is None:
-        token_ids = ops.argmax_rows(logits)
+        token_ids = ops.argmax_rows(logits) if greedy_ids is None else greedy_ids
         return SampledTokens(token_ids, _of_tokens(logits, token_ids))
     raw = logits.float()
     uploads = Uploads(raw.device)

@@ -6,41 +6,54 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from struct import Struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastserve_kernels.activations import ACTIVATIONS, Activation
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
+from fastserve_kernels.cpu.operations import Operation, empty
+from fastserve_kernels.cpu.program import Run
 from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.routes import Routes
 
 _OPERATIONS = {
-    "fs_kv_write": "4P12q",
-    "fs_int8_kv_write": "q4P12q",
     "fs_paged_decode": "2q7P13q2d",
     "fs_paged_prefill": "2q8P13q2d",
-    "fs_add_layer_norm": "q6P4qd",
-    "fs_add_rms_norm": "q5P4q2d",
-    "fs_rms_norm_heads": "q2P5q2d",
-    "fs_rotate": "q2P5q",
-    "fs_silu_mul": "q2P3q",
-    "fs_clamped_swiglu": "q2P3q2d",
-    "fs_sort_choices": "4P4q",
-    "fs_sum_choices": "q5P3q",
-    "fs_gelu_tanh_mul": "q2P3q",
-    "fs_argmax_rows": "q2P3q",
     "fs_linear": "q4P5q",
     "fs_int8_linear": "q5P5q",
     "fs_grouped_linear": "q7P4q",
     "fs_quantized_linear": "q2Pq2P4q",
     "fs_quantized_rows": "qPq2P2q",
+    "fs_sort_choices": "4P4q",
+    "fs_sum_choices": "q5P3q",
 }
-"""The operations of a step and their arguments, as in `struct`, 8 bytes each."""
+"""Operations and the types of their arguments, see `Operation`."""
+_OPERATIONS_BY_ROW = {
+    "fs_lookup_rows": "3P5q",
+    "fs_take_columns": "q3P3q",
+    "fs_zero_rows": "P2q",
+    "fs_add": "q3P4q",
+    "fs_scale": "qP3qd",
+    "fs_scale_rows": "q2P3q",
+    "fs_clamp": "qP3qd",
+    "fs_soft_cap": "qP3qd",
+    "fs_activate": "q2P4q",
+    "fs_activate_mul": "q2P4q",
+    "fs_clamped_swiglu": "q2P3q2d",
+    "fs_kv_write": "4P12q",
+    "fs_int8_kv_write": "q4P12q",
+    "fs_add_layer_norm": "q6P4qd",
+    "fs_add_rms_norm": "q5P4q2d",
+    "fs_rms_norm_heads": "q2P5q2d",
+    "fs_rotate": "q2P5q",
+    "fs_argmax_rows": "q2P3q",
+}
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "fs_run": (None, [_POINTER, _INT, _POINTER]),
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
@@ -49,23 +62,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-
-
-class Operation:
-    """A function of the library that works on a step's tokens.
-
-    Args:
-        arguments: their types, as in `struct`.
-    """
-
-    def __init__(self, function: Any, arguments: str) -> None:
-        function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_char_p]
-        self._function = function
-        self._pack = Struct(arguments).pack
-
-    def __call__(self, *arguments: float) -> None:
-        """Run at once, with threads of its own. A pointer is an address, 0 for none."""
-        self._function(None, self._pack(*arguments))
 
 
 class CompiledKernels:
@@ -88,7 +84,12 @@ class CompiledKernels:
             function.restype, function.argtypes = result, arguments
 
         def operation(name: str) -> Operation:
-            return Operation(getattr(functions, name), _OPERATIONS[name])
+            is_by_row = name in _OPERATIONS_BY_ROW
+            types = (_OPERATIONS_BY_ROW if is_by_row else _OPERATIONS)[name]
+            return Operation(getattr(functions, name), types, is_by_row)
+
+        self.run_program: Run = functions.fs_run
+        """For `Program`."""
 
         self._kv_write = operation("fs_kv_write")
         self._int8_kv_write = operation("fs_int8_kv_write")
@@ -98,11 +99,19 @@ class CompiledKernels:
         self._add_rms_norm = operation("fs_add_rms_norm")
         self._rms_norm_heads = operation("fs_rms_norm_heads")
         self._rotate = operation("fs_rotate")
-        self._silu_mul = operation("fs_silu_mul")
+        self._lookup_rows = operation("fs_lookup_rows")
+        self._take_columns = operation("fs_take_columns")
+        self._zero_rows = operation("fs_zero_rows")
+        self._add = operation("fs_add")
+        self._scale = operation("fs_scale")
+        self._scale_rows = operation("fs_scale_rows")
+        self._clamp = operation("fs_clamp")
+        self._soft_cap = operation("fs_soft_cap")
+        self._activate = operation("fs_activate")
+        self._activate_mul = operation("fs_activate_mul")
         self._clamped_swiglu = operation("fs_clamped_swiglu")
         self._sort_choices = operation("fs_sort_choices")
         self._sum_choices = operation("fs_sum_choices")
-        self._gelu_tanh_mul = operation("fs_gelu_tanh_mul")
         self._argmax_rows = operation("fs_argmax_rows")
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
@@ -190,7 +199,7 @@ class CompiledKernels:
     ) -> tuple[Tensor, Tensor]:
         """See `ops.add_layer_norm`."""
         rows, size = x.shape
-        total, normed = torch.empty_like(x), torch.empty_like(x)
+        total, normed = empty((rows, size), x.dtype), empty((rows, size), x.dtype)
         self._add_layer_norm(
             _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(),
             _address(weight),
@@ -204,7 +213,7 @@ class CompiledKernels:
     ) -> tuple[Tensor, Tensor]:
         """See `ops.add_rms_norm`."""
         rows, size = x.shape
-        total, normed = torch.empty_like(x), torch.empty_like(x)
+        total, normed = empty((rows, size), x.dtype), empty((rows, size), x.dtype)
         self._add_rms_norm(
             _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
             total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
@@ -230,13 +239,84 @@ class CompiledKernels:
             cos_sin.shape[1] // 2, stride_t, stride_h,
         )  # fmt: skip
 
+    def lookup_rows(self, table: Tensor, ids: Tensor, first: int | None) -> Tensor:
+        """See `ops.lookup_rows`, and `ops.lookup_part` for `first`."""
+        num_rows, size = table.shape
+        out = empty((len(ids), size), table.dtype)
+        self._lookup_rows(
+            out.data_ptr(), table.data_ptr(), ids.data_ptr(), len(ids),
+            size * table.element_size(), num_rows, first or 0, first is None,
+        )  # fmt: skip
+        return out
+
+    def take_columns(self, x: Tensor, columns: Tensor) -> Tensor:
+        """See `ops.take_columns`."""
+        rows, size = len(x), len(columns)
+        out = empty((rows, size), x.dtype)
+        self._take_columns(
+            _DTYPE_CODES[x.dtype], out.data_ptr(), x.data_ptr(), columns.data_ptr(), rows, size,
+            x.stride(0),
+        )  # fmt: skip
+        return out
+
+    def zeros_like(self, x: Tensor) -> Tensor:
+        """See `ops.zeros_like`."""
+        rows, size = x.shape
+        out = empty((rows, size), x.dtype)
+        self._zero_rows(out.data_ptr(), rows, size * x.element_size())
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `ops.add`."""
+        rows, size = x.shape
+        out = empty((rows, size), x.dtype)
+        self._add(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), y.data_ptr(), out.data_ptr(), rows, size,
+            x.stride(0), y.stride(0),
+        )  # fmt: skip
+        return out
+
+    def scale_(self, x: Tensor, factor: float) -> Tensor:
+        """See `ops.scale_`."""
+        return _in_place(self._scale, x, factor)
+
+    def scale_rows_(self, x: Tensor, factors: Tensor) -> Tensor:
+        """See `ops.scale_rows_`."""
+        rows, size = x.shape
+        self._scale_rows(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), factors.data_ptr(), rows, size, x.stride(0)
+        )
+        return x
+
+    def clamp_(self, x: Tensor, limit: float) -> Tensor:
+        """See `ops.clamp_`."""
+        return _in_place(self._clamp, x, limit)
+
+    def soft_cap_(self, x: Tensor, cap: float) -> Tensor:
+        """See `ops.soft_cap_`."""
+        return _in_place(self._soft_cap, x, cap)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """See `ops.activate`."""
+        rows, size = x.shape
+        out = empty((rows, size), x.dtype)
+        self._activate(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, size, x.stride(0),
+            ACTIVATIONS.index(activation),
+        )  # fmt: skip
+        return out
+
     def silu_mul(self, x: Tensor) -> Tensor:
         """See `ops.silu_mul`."""
-        return _gate_mul(self._silu_mul, x)
+        return self.activate_mul(x, "silu")
 
     def gelu_tanh_mul(self, x: Tensor) -> Tensor:
         """See `ops.gelu_tanh_mul`."""
-        return _gate_mul(self._gelu_tanh_mul, x)
+        return self.activate_mul(x, "gelu_tanh")
+
+    def activate_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """See `ops.activate_mul`."""
+        return _gate_mul(self._activate_mul, x, ACTIVATIONS.index(activation))
 
     def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
         """See `ops.clamped_swiglu`."""
@@ -268,7 +348,7 @@ class CompiledKernels:
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """See `ops.argmax_rows`."""
         rows, size = logits.shape
-        out = torch.empty(rows, dtype=torch.int64)
+        out = empty((rows,), torch.int64)
         self._argmax_rows(
             _DTYPE_CODES[logits.dtype], logits.data_ptr(), out.data_ptr(), rows, size,
             logits.stride(0),
@@ -298,7 +378,7 @@ class CompiledKernels:
     ) -> Tensor:
         """Multiply x [T, in], rows contiguous, by the packed weight: [T, out_features]."""
         rows, size = x.shape
-        y = torch.empty((rows, out_features), dtype=x.dtype)
+        y = empty((rows, out_features), x.dtype)
         self._linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(),
             _address(bias), y.data_ptr(), rows, size, out_features,
@@ -336,7 +416,7 @@ class CompiledKernels:
         scale: [out_features], contiguous, of x's dtype, a factor for each row of the weight.
         """
         rows, size = x.shape
-        y = torch.empty((rows, out_features), dtype=x.dtype)
+        y = empty((rows, out_features), x.dtype)
         self._int8_linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(), scale.data_ptr(),
             _address(bias), y.data_ptr(), rows, size, out_features,
@@ -397,7 +477,7 @@ class CompiledKernels:
     ) -> Tensor:
         """As `linear`, with a weight that is pieces of few bits."""
         rows, size = x.shape
-        y = torch.empty((rows, out_features), dtype=x.dtype)
+        y = empty((rows, out_features), x.dtype)
         self._quantized_linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), pieces.data_ptr(), len(pieces),
             _address(bias), y.data_ptr(), rows, size, x.stride(0), relu,
@@ -411,7 +491,7 @@ class CompiledKernels:
 
         ids: int64 [T], contiguous.
         """
-        y = torch.empty((len(ids), in_features), dtype=dtype)
+        y = empty((len(ids), in_features), dtype)
         self._quantized_rows(
             _DTYPE_CODES[dtype], pieces.data_ptr(), len(pieces), ids.data_ptr(), y.data_ptr(),
             len(ids), in_features,
@@ -423,9 +503,15 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _in_place(operation: Operation, x: Tensor, number: float) -> Tensor:
+    rows, size = x.shape
+    operation(_DTYPE_CODES[x.dtype], x.data_ptr(), rows, size, x.stride(0), number)
+    return x
+
+
 def _gate_mul(operation: Operation, x: Tensor, *more: float) -> Tensor:
     rows, double = x.shape
-    out = torch.empty((rows, double // 2), dtype=x.dtype)
+    out = empty((rows, double // 2), x.dtype)
     operation(
         _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0), *more
     )

@@ -5,12 +5,15 @@ They copy each job's K and V together, which the compiled kernels avoid.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastserve_kernels.activations import Activation
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.int8_cache import (
     codes_and_scales,
@@ -99,10 +102,76 @@ def rotate(x: Tensor, cos_sin: Tensor) -> None:
     x[..., : 2 * half] = turned
 
 
+def lookup_rows(table: Tensor, ids: Tensor, first: int | None) -> Tensor:
+    """See `ops.lookup_rows`, and `ops.lookup_part` for `first`."""
+    if first is None:
+        return table[ids]
+    absent = (ids < first) | (ids >= first + len(table))
+    return table[(ids - first).masked_fill_(absent, 0)].masked_fill_(absent[:, None], 0)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """See `ops.take_columns`."""
+    return x[:, columns]
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """See `ops.zeros_like`."""
+    return torch.zeros_like(x)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """See `ops.add`."""
+    return x + y
+
+
+def scale_(x: Tensor, factor: float) -> Tensor:
+    """See `ops.scale_`."""
+    return x.mul_(factor)
+
+
+def scale_rows_(x: Tensor, factors: Tensor) -> Tensor:
+    """See `ops.scale_rows_`."""
+    return x.mul_(factors)
+
+
+def clamp_(x: Tensor, limit: float) -> Tensor:
+    """See `ops.clamp_`."""
+    return x.clamp_(-limit, limit)
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    """See `ops.soft_cap_`."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """See `ops.activate`."""
+    return _ACTIVATIONS[activation](x)
+
+
+def activate_mul(x: Tensor, activation: Activation) -> Tensor:
+    """See `ops.activate_mul`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (_ACTIVATIONS[activation](gate) * up).to(x.dtype)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": torch.relu,
+    "relu_squared": _relu_squared,
+}
+
+
 def silu_mul(x: Tensor) -> Tensor:
     """See `ops.silu_mul`."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    return activate_mul(x, "silu")
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
@@ -133,8 +202,7 @@ def sum_choices(y: Tensor, weights: Tensor, routes: Routes) -> Tensor:
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:
     """See `ops.gelu_tanh_mul`."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+    return activate_mul(x, "gelu_tanh")
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

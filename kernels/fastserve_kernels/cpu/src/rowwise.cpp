@@ -3,6 +3,7 @@
 #include <cmath>
 #include <vector>
 
+#include "activations.h"
 #include "int8_tokens.h"
 #include "team.h"
 #include "vec.h"
@@ -122,23 +123,6 @@ static void rotate(const Team* team, T* x, const float* cos_sin, int64_t tokens,
             });
         }
     });
-}
-
-// x / (1 + e^-y), by e^-|y| alone, which cannot overflow.
-static inline vf times_sigmoid(vf x, vf y) {
-    constexpr float LOG2_E = 1.44269504f;
-    const vf magnitude = vmax(y, -y);
-    const vf small = exp2_nonpositive(-magnitude * LOG2_E);  // e^-|y|
-    const vf numerator = y > splat(0.f) ? splat(1.f) : small;
-    return x * numerator / (small + 1.f);
-}
-
-static inline vf silu(vf x) { return times_sigmoid(x, x); }
-
-// x (1 + tanh(u)) / 2, as tanh(u) = 2 sigmoid(2u) - 1.
-static inline vf gelu_tanh(vf x) {
-    constexpr float LINEAR = 1.5957691216f, CUBIC = 0.0713548163f;  // sqrt(8/pi) {1, 0.044715}
-    return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
 }
 
 // f(gate, up), the first and the second half of each row.
@@ -309,21 +293,14 @@ static void rotate_any(const Team* team, int64_t dtype, void* x, const float* co
     });
 }
 
-static void silu_mul_any(const Team* team, int64_t dtype, const void* x, void* out, int64_t rows,
-                         int64_t size, int64_t stride) {
+static void activate_mul_any(const Team* team, int64_t dtype, const void* x, void* out,
+                             int64_t rows, int64_t size, int64_t stride, int64_t activation) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        gate_rows(team, (const T*)x, (T*)out, rows, size, stride,
-                  [](auto gate, auto up) { return silu(gate) * up; });
-    });
-}
-
-static void gelu_tanh_mul_any(const Team* team, int64_t dtype, const void* x, void* out,
-                              int64_t rows, int64_t size, int64_t stride) {
-    with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        gate_rows(team, (const T*)x, (T*)out, rows, size, stride,
-                  [](auto gate, auto up) { return gelu_tanh(gate) * up; });
+        with_activation(activation, [&](auto activate) {
+            gate_rows(team, (const T*)x, (T*)out, rows, size, stride,
+                      [=](vf gate, vf up) { return activate(gate) * up; });
+        });
     });
 }
 
@@ -388,8 +365,7 @@ OPERATION(fs_add_layer_norm, add_layer_norm_any)
 OPERATION(fs_add_rms_norm, add_rms_norm_any)
 OPERATION(fs_rms_norm_heads, rms_norm_heads_any)
 OPERATION(fs_rotate, rotate_any)
-OPERATION(fs_silu_mul, silu_mul_any)
-OPERATION(fs_gelu_tanh_mul, gelu_tanh_mul_any)
+OPERATION(fs_activate_mul, activate_mul_any)
 OPERATION(fs_clamped_swiglu, clamped_swiglu_any)
 OPERATION(fs_sum_choices, sum_choices_any)
 OPERATION(fs_argmax_rows, argmax_rows_any)

@@ -1,5 +1,4 @@
-"""Linears with weights of few bits. Their results are, bit for bit, those of a `PackedLinear` with
-the dequantized weights."""
+"""Linears with weights of few bits: their results are those of a `PackedLinear`, bit for bit."""
 
 from __future__ import annotations
 

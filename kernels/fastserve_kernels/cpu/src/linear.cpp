@@ -189,6 +189,17 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
                     std::min(Panels::PASS_STEPS, tiles > FEW_TILES ? P::PASS_STEPS : steps);
                 weights.use(groups[batch.group].panels);
                 const Output<T> output = output_of(groups[batch.group], weights.columns(panel, out));
+                if constexpr (Panels::FEW_ROWS > 0) {
+                    const auto [first, height] = plan.tiles[batch.first_tile];
+                    const int64_t place = batch.first_tile - block.first_tile;
+                    float* const sums = sums_of_tiles.data();
+                    if (tiles == 1 && height <= Panels::FEW_ROWS &&
+                        weights.multiply(panel, packed + place * tile_size, height, sums)) {
+                        for (int64_t m = 0; m < height; ++m)
+                            output.write(first + m, load_pair(sums + m * PAIR));
+                        continue;
+                    }
+                }
                 int64_t begin = 0, end;
                 do {  // once for rows without elements, too
                     end = begin + std::min(pass_steps, steps - begin);

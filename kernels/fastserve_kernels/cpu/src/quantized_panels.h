@@ -12,9 +12,10 @@
 // BLOCK neighbours of each column.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
-#include "panels.h"
+#include "products.h"
 #include "team.h"
 
 namespace fastserve {
@@ -22,6 +23,7 @@ namespace fastserve {
 constexpr int64_t BLOCK = 16;       // neighbours of a column
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
+constexpr int64_t AHEAD = 4096;     // bytes that are fetched ahead
 
 // How numbers are stored. The Python side passes these.
 enum Numbers : int64_t { kNoNumbers = 0, kHalf = 1, kBrainHalf = 2, kSingle = 3, kByte = 4 };
@@ -54,7 +56,12 @@ struct Lanes {
         lanes[0] = numbers.a;
         lanes[1] = numbers.b;
     }
-    static void store(T* step, const vf* lanes) { store_pair(step, {lanes[0], lanes[1]}); }
+    static inline void store(T* step, const vf* lanes) { store_pair(step, {lanes[0], lanes[1]}); }
+    static inline typename Dot<T>::Weights weights(const vf* lanes) {
+        T step[STEP_SIZE<T>];
+        store(step, lanes);
+        return Dot<T>::load(step);
+    }
 };
 
 #if defined(__AVX512BF16__)
@@ -75,10 +82,14 @@ struct Lanes<bf16> {
         lanes[2] = __builtin_shuffle(numbers.b, first);
         lanes[3] = __builtin_shuffle(numbers.b, second);
     }
-    static void store(bf16* step, const vf* lanes) {
-        _mm512_storeu_si512(step, (__m512i)_mm512_cvtne2ps_pbh((__m512)lanes[1], (__m512)lanes[0]));
-        _mm512_storeu_si512(step + PAIR,
-                            (__m512i)_mm512_cvtne2ps_pbh((__m512)lanes[3], (__m512)lanes[2]));
+    static inline void store(bf16* step, const vf* lanes) {
+        const auto [first, second] = weights(lanes);
+        _mm512_storeu_si512(step, (__m512i)first);
+        _mm512_storeu_si512(step + PAIR, (__m512i)second);
+    }
+    static inline Dot<bf16>::Weights weights(const vf* lanes) {
+        return {_mm512_cvtne2ps_pbh((__m512)lanes[1], (__m512)lanes[0]),
+                _mm512_cvtne2ps_pbh((__m512)lanes[3], (__m512)lanes[2])};
     }
 };
 #endif
@@ -125,7 +136,7 @@ static inline int64_t bytes_of(int64_t numbers) {
     return SIZES[numbers];
 }
 
-static inline Pair read_numbers(int64_t kind, const uint8_t* from) {
+__attribute__((always_inline)) static inline Pair read_numbers(int64_t kind, const uint8_t* from) {
     switch (kind) {
         case kHalf: return {from_halves(from), from_halves(from + 2 * W)};
         case kBrainHalf: return {(vf)(words(from) << 16), (vf)(words(from + 2 * W) << 16)};
@@ -149,14 +160,16 @@ static inline vf rounded(vf x) {
 template <int64_t CODES>
 class Widener {
    public:
-    explicit Widener(int64_t center) : center_(splat(8388608.f + center)) {
+    explicit Widener(float center) : center_(splat(8388608.f + center)) {
         for (int i = 0; i < W; ++i) {
-            first_[i] = (float)(i - center);
-            second_[i] = (float)(W + i - center);
+            first_[i] = (float)i;
+            second_[i] = (float)(W + i);
         }
+        first_ -= center;
+        second_ -= center;
     }
 
-    static constexpr int64_t BLOCK_BYTES_OF_CODES =
+    static constexpr int64_t BLOCK_BYTES =
         PLANE * (CODES >= k8Bits ? 8 : CODES == k6Bits ? 6 : CODES == k5Bits ? 5 : 4);
 
     inline vf operator()(const uint8_t* block, int n) const {
@@ -201,7 +214,7 @@ class Widener {
 template <typename T>
 class Piece {
    public:
-    Piece(const StoredPiece& stored, int64_t in) : stored_(stored) {
+    Piece(const StoredPiece& stored, int64_t in) : stored_(stored), center_((float)stored.center) {
         const int64_t steps = steps_of<T>(in);
         if (stored.codes == kPlain) {
             panel_bytes_ = steps * STEP_SIZE<T> * (int64_t)sizeof(T);
@@ -210,12 +223,14 @@ class Piece {
         const int64_t blocks = (steps * Dot<T>::DEPTH + BLOCK - 1) / BLOCK;
         block_bytes_ = PLANE * (stored.codes >= k8Bits ? 8 : stored.codes);
         group_blocks_ = stored.group == in ? std::max<int64_t>(1, blocks) : stored.group / BLOCK;
-        steps_bytes_ = PAIR * (bytes_of(stored.scale_step) + bytes_of(stored.offset_step));
-        scales_bytes_ = PAIR * bytes_of(stored.scale) * stored.groups_of_step;
-        head_bytes_ = steps_bytes_ + scales_bytes_ +
-                      PAIR * bytes_of(stored.offset) * stored.groups_of_step;
-        superblock_bytes_ = head_bytes_ + stored.groups_of_step * group_blocks_ * block_bytes_;
+        scale_bytes_ = PAIR * bytes_of(stored.scale);
+        offset_bytes_ = PAIR * bytes_of(stored.offset);
+        scale_step_bytes_ = PAIR * bytes_of(stored.scale_step);
+        steps_bytes_ = scale_step_bytes_ + PAIR * bytes_of(stored.offset_step);
+        offsets_at_ = steps_bytes_ + scale_bytes_ * stored.groups_of_step;
+        head_bytes_ = offsets_at_ + offset_bytes_ * stored.groups_of_step;
         const int64_t blocks_of_superblock = stored.groups_of_step * group_blocks_;
+        superblock_bytes_ = head_bytes_ + blocks_of_superblock * block_bytes_;
         panel_bytes_ =
             (blocks + blocks_of_superblock - 1) / blocks_of_superblock * superblock_bytes_;
     }
@@ -267,13 +282,39 @@ class Piece {
 
     // Steps from `begin` up to `end` of a panel, which begin a block; whole blocks are written.
     void widen(int64_t panel, int64_t begin, int64_t end, T* to) const {
-        switch (stored_.codes) {
-            case k4Bits: return widen<k4Bits>(panel, begin, end, to);
-            case k5Bits: return widen<k5Bits>(panel, begin, end, to);
-            case k6Bits: return widen<k6Bits>(panel, begin, end, to);
-            case k8Bits: return widen<k8Bits>(panel, begin, end, to);
-            default: return widen<kFloat8>(panel, begin, end, to);
-        }
+        with_codes([&](auto codes) {
+            const auto store = [&](const vf* lanes) {
+                Lanes<T>::store(to, lanes);
+                to += STEP_SIZE<T>;
+            };
+            if (!stored_.offset) for_steps<codes, kNoSum>(panel, begin, end, store);
+            else if (has_exact_products()) for_steps<codes, kFusedSum>(panel, begin, end, store);
+            else for_steps<codes, kRoundedSum>(panel, begin, end, store);
+        });
+    }
+
+    // Whether `multiply` may be called for so many steps.
+    bool multiplies(int64_t steps) const {
+        return stored_.codes != kPlain && steps * Dot<T>::DEPTH % BLOCK == 0 &&
+               (!stored_.offset || has_exact_products());
+    }
+
+    // sums [M] of the rows of a packed tile with all steps of a panel. Elements stay in registers, and
+    // the processor widens those of a step while it adds those of the last one.
+    template <int M>
+    void multiply(int64_t panel, int64_t steps, const typename Dot<T>::X* tile, float* sums) const {
+        with_codes([&](auto codes) {
+            Pair acc[M] = {};
+            const auto* x = tile;
+            const auto add = [&](const vf* lanes) {
+                const auto weights = Lanes<T>::weights(lanes);
+                for (int m = 0; m < M; ++m) Dot<T>::add(acc[m], weights, x[m]);
+                x += M;
+            };
+            if (stored_.offset) for_steps<codes, kFusedSum>(panel, 0, steps, add);
+            else for_steps<codes, kNoSum>(panel, 0, steps, add);
+            for (int m = 0; m < M; ++m) store_pair(sums + m * PAIR, acc[m]);
+        });
     }
 
     bool is_plain() const { return stored_.codes == kPlain; }
@@ -285,12 +326,10 @@ class Piece {
 
     Group group_of(const uint8_t* panel, int64_t group) const {
         const int64_t i = group % stored_.groups_of_step;
-        const uint8_t* const superblock = panel + group / stored_.groups_of_step * superblock_bytes_;
-        const uint8_t* const scales = superblock + steps_bytes_;
-        return {superblock, superblock + PAIR * bytes_of(stored_.scale_step),
-                scales + i * PAIR * bytes_of(stored_.scale),
-                scales + scales_bytes_ + i * PAIR * bytes_of(stored_.offset),
-                superblock + head_bytes_ + i * group_blocks_ * block_bytes_};
+        const uint8_t* const head = panel + group / stored_.groups_of_step * superblock_bytes_;
+        return {head, head + scale_step_bytes_, head + steps_bytes_ + i * scale_bytes_,
+                head + offsets_at_ + i * offset_bytes_,
+                head + head_bytes_ + i * group_blocks_ * block_bytes_};
     }
 
     // Into a panel of zeros.
@@ -313,57 +352,93 @@ class Piece {
         add(4 + n / of_plane, (uint32_t)(code >> 4) << (n % of_plane * bits + 4) % 32);
     }
 
-    template <int64_t CODES>
-    void widen(int64_t panel, int64_t begin, int64_t end, T* to) const {
-        if (stored_.offset) widen<CODES, true>(panel, begin, end, to);
-        else widen<CODES, false>(panel, begin, end, to);
+    // How an offset is added to the product of scale and code.
+    enum Sum { kNoSum, kFusedSum, kRoundedSum };
+
+    // Whether the product has no more bits than a float: one of 11 bits, perhaps 7 of a byte, and up to 8
+    // of the code, or 6 beside a byte. Then it need not be rounded.
+    bool has_exact_products() const {
+        const bool is_byte = stored_.scale == kByte;
+        return (is_byte ? stored_.scale_step : stored_.scale) != kSingle &&
+               (!is_byte || stored_.codes <= k6Bits);
     }
 
-    template <int64_t CODES, bool HAS_OFFSET>
-    void widen(int64_t number, int64_t begin, int64_t end, T* to) const {
+    // f(the kind of codes, a constant).
+    template <typename F>
+    void with_codes(const F& f) const {
+        switch (stored_.codes) {
+            case k4Bits: return f(std::integral_constant<int64_t, k4Bits>());
+            case k5Bits: return f(std::integral_constant<int64_t, k5Bits>());
+            case k6Bits: return f(std::integral_constant<int64_t, k6Bits>());
+            case k8Bits: return f(std::integral_constant<int64_t, k8Bits>());
+            default: return f(std::integral_constant<int64_t, kFloat8>());
+        }
+    }
+
+    // f(lanes) of each step from `begin` up to `end`, and of the rest of the last block.
+    template <int64_t CODES, Sum SUM, typename F>
+    __attribute__((always_inline)) inline void for_steps(int64_t number, int64_t begin, int64_t end,
+                                                         const F& f) const {
         constexpr int64_t BLOCK_STEPS = BLOCK / Dot<T>::DEPTH;
         constexpr int OF_STEP = Lanes<T>::OF_STEP;
-        const Widener<CODES> value(stored_.center);
-        const uint8_t* const panel = this->panel(number);
-        const int64_t last = (end + BLOCK_STEPS - 1) / BLOCK_STEPS;
-        for (int64_t block = begin / BLOCK_STEPS; block < last;) {
-            const int64_t of_group = block / group_blocks_, first = of_group * group_blocks_;
-            const Group group = group_of(panel, of_group);
+        const Widener<CODES> value(center_);
+        int64_t blocks = (end - begin + BLOCK_STEPS - 1) / BLOCK_STEPS;
+        const uint32_t first = begin / BLOCK_STEPS, group = first / (uint32_t)group_blocks_;
+        int64_t left = (group + 1) * group_blocks_ - first;  // of the group
+        int64_t i = group % (uint32_t)stored_.groups_of_step;
+        const uint8_t* head =
+            panel(number) + group / (uint32_t)stored_.groups_of_step * superblock_bytes_;
+        const uint8_t* codes =
+            head + head_bytes_ + ((i + 1) * group_blocks_ - left) * Widener<CODES>::BLOCK_BYTES;
+        while (blocks > 0) {
             vf scale[OF_STEP], offset[OF_STEP];
-            spread_numbers(stored_.scale, group.scale, stored_.scale_step, group.scale_step, scale);
-            if (HAS_OFFSET)
-                spread_numbers(stored_.offset, group.offset, stored_.offset_step,
-                               group.offset_step, offset);
-            const uint8_t* codes = group.codes + (block - first) * block_bytes_;
-            const int64_t stop = std::min(last, first + group_blocks_);
-            for (; block < stop; ++block, codes += Widener<CODES>::BLOCK_BYTES_OF_CODES) {
+            const uint8_t* const scales = head + steps_bytes_ + i * scale_bytes_;
+            read_numbers(stored_.scale, scales, stored_.scale_step, head, scale);
+            if (SUM != kNoSum)
+                read_numbers(stored_.offset, head + offsets_at_ + i * offset_bytes_,
+                             stored_.offset_step, head + scale_step_bytes_, offset);
+            for (int64_t n = std::min(blocks, left); n > 0; --n) {
+                for (int64_t line = 0; line < Widener<CODES>::BLOCK_BYTES; line += 64)
+                    __builtin_prefetch(codes + AHEAD + line);
 #pragma GCC unroll 32
-                for (int n = 0; n < VECTORS; n += OF_STEP, to += STEP_SIZE<T>) {
+                for (int n = 0; n < VECTORS; n += OF_STEP) {
                     vf lanes[OF_STEP];
 #pragma GCC unroll 4
                     for (int i = 0; i < OF_STEP; ++i) {
                         lanes[i] = value(codes, n + i) * scale[i];
-                        if (HAS_OFFSET) lanes[i] = rounded(lanes[i]) + offset[i];
+                        if (SUM == kRoundedSum) lanes[i] = rounded(lanes[i]);
+                        if (SUM != kNoSum) lanes[i] += offset[i];
                     }
-                    Lanes<T>::store(to, lanes);
+                    f(lanes);
                 }
+                codes += Widener<CODES>::BLOCK_BYTES;
+            }
+            blocks -= left;
+            left = group_blocks_;
+            if (++i == stored_.groups_of_step) {
+                i = 0;
+                head = codes;
+                codes += head_bytes_;
             }
         }
     }
 
-    static inline void spread_numbers(int64_t kind, const uint8_t* from, int64_t step_kind,
-                                      const uint8_t* steps, vf* lanes) {
-        Pair numbers = read_numbers(kind, from);
+    __attribute__((always_inline)) static inline void read_numbers(int64_t kind, const uint8_t* from,
+                                                                   int64_t step_kind,
+                                                                   const uint8_t* steps, vf* lanes) {
+        Pair numbers = fastserve::read_numbers(kind, from);
         if (step_kind) {
-            const Pair step = read_numbers(step_kind, steps);
+            const Pair step = fastserve::read_numbers(step_kind, steps);
             numbers = {numbers.a * step.a, numbers.b * step.b};
         }
         Lanes<T>::spread(numbers, lanes);
     }
 
     StoredPiece stored_;
-    int64_t block_bytes_ = 0, group_blocks_ = 1, steps_bytes_ = 0, scales_bytes_ = 0,
-            head_bytes_ = 0, superblock_bytes_ = 0, panel_bytes_ = 0;
+    float center_;
+    int64_t block_bytes_ = 0, group_blocks_ = 1, scale_bytes_ = 0, offset_bytes_ = 0,
+            scale_step_bytes_ = 0, steps_bytes_ = 0, offsets_at_ = 0, head_bytes_ = 0,
+            superblock_bytes_ = 0, panel_bytes_ = 0;
 };
 
 // Pieces, one below the other, as one weight.
@@ -406,6 +481,8 @@ template <typename T>
 class QuantizedPanels {
    public:
     static constexpr int64_t PASS_STEPS = 128;  // widened 16 KiB at most
+    // Rows that `multiply` takes. For AMX they are packed in another order.
+    static constexpr int FEW_ROWS = STEPS_AT_A_TIME<T> > 1 ? 0 : 4;
 
     explicit QuantizedPanels(int64_t steps) : steps_(steps) {}
 
@@ -416,6 +493,15 @@ class QuantizedPanels {
             return (const T*)piece.panel(panel - first_panel) + begin * STEP_SIZE<T>;
         piece.widen(panel - first_panel, begin, end, widened_);
         return widened_;
+    }
+    // Sums of a tile of up to FEW_ROWS rows with a panel. False: they are to be computed otherwise.
+    bool multiply(int64_t panel, const typename Dot<T>::X* tile, int64_t height, float* sums) const {
+        const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
+        if (!piece.multiplies(steps_)) return false;
+        with_rows<FEW_ROWS>(height, [&, &piece = piece, local = panel - first_panel](auto rows) {
+            piece.template multiply<rows>(local, steps_, tile, sums);
+        });
+        return true;
     }
     Ahead next(int64_t panel, int64_t pass, int64_t passes) const {
         const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);

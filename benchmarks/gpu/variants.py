@@ -45,13 +45,13 @@ HEADS = [
     DecodeParameters(16, 4, 6, 5),
     DecodeParameters(32, 4, 6, 4),
     DecodeParameters(16, 4, 6, 8),
-    DecodeParameters(32, 8, 6, 2),
+    DecodeParameters(32, 8, 6, 3),
 ]
 GROUPS = [
     DecodeParameters(32, 4, 5, 3),
     DecodeParameters(64, 4, 5, 2),
     DecodeParameters(32, 4, 7, 3),
-    DecodeParameters(64, 8, 5, 2),
+    DecodeParameters(32, 8, 5, 2),
 ]
 
 

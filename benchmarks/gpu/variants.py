@@ -68,17 +68,15 @@ def run(context: Context) -> None:
         ways[1] = variant
         _linear(context, "INT8", int8, (64,), variant)
     del int8
-    for name in ("Q4_1", "FP8, blocks of 128"):
-        first = linear_speed._linear(name, out, size, device)
-        linears = [first]
-        for _ in range(context.device.num_inputs(first.nbytes) - 1):
-            linears.append(linear_speed._linear(name, out, size, device))
-        quantized = launch_parameters.QUANTIZED[2, 90]
-        for place, rows, variants in ((0, (1, 16), FEW_ROWS), (1, (64, 256), MORE_ROWS)):
-            for variant in variants:
-                quantized[place] = variant
-                _linear(context, name, linears, rows, variant)
-            quantized[place] = variants[0]
+    first = linear_speed._linear("Q4_1", out, size, device)
+    linears = [first]
+    for _ in range(context.device.num_inputs(first.nbytes) - 1):
+        linears.append(linear_speed._linear("Q4_1", out, size, device))
+    quantized = launch_parameters.QUANTIZED[2, 90]
+    for place, rows, variants in ((0, (1, 16), FEW_ROWS), (1, (64, 256), MORE_ROWS)):
+        for variant in variants:
+            quantized[place] = variant
+            _linear(context, "Q4_1", linears, rows, variant)
     shapes = decode_shapes(context)[:2]  # head dimension 128
     for shape, table, variants in (
         (shapes[0], launch_parameters.INT8_DECODE_HEADS, HEADS),

@@ -69,8 +69,8 @@ def test_weights_stay_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             super().__init__(weights, *args, **options)
 
     monkeypatch.setattr(ops, "QuantizedLinear", Recorded)
-    saved(LLAMA, tmp_path, FORMATS["gptq_4_32_act_order"], ())
-    load(tmp_path)
+    theirs = saved(LLAMA, tmp_path, FORMATS["gptq_4_32_act_order"], ())  # the head, too
+    check_prompt(load(tmp_path), theirs)
     assert len(kept) == 3 * 7 + 1
     assert all(weight.bits == 4 and weight.order is None for weight in kept)
 

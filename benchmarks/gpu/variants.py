@@ -63,26 +63,24 @@ def run(context: Context) -> None:
     weights = [torch.randn(out, size, dtype=torch.bfloat16, device=device) for _ in range(count)]
     int8 = [ops.Int8Linear(weight) for weight in weights]
     del weights
-    ways = launch_parameters.LINEAR[2, 90]
-    for variant in LINEARS:
-        ways[1] = variant
-        _linear(context, "INT8", int8, (64,), variant)
+    for linear_variant in LINEARS:
+        launch_parameters.LINEAR[2, 90][1] = linear_variant
+        _linear(context, "INT8", int8, (64,), linear_variant)
     del int8
     first = linear_speed._linear("Q4_1", out, size, device)
     linears = [first]
     for _ in range(context.device.num_inputs(first.nbytes) - 1):
         linears.append(linear_speed._linear("Q4_1", out, size, device))
-    quantized = launch_parameters.QUANTIZED[2, 90]
-    for place, rows, variants in ((0, (1, 16), FEW_ROWS), (1, (64, 256), MORE_ROWS)):
-        for variant in variants:
-            quantized[place] = variant
-            _linear(context, "Q4_1", linears, rows, variant)
+    for place, rows, few_bits in ((0, (1, 16), FEW_ROWS), (1, (64, 256), MORE_ROWS)):
+        for quantized_variant in few_bits:
+            launch_parameters.QUANTIZED[2, 90][place] = quantized_variant
+            _linear(context, "Q4_1", linears, rows, quantized_variant)
     shapes = decode_shapes(context)[:2]  # head dimension 128
-    for shape, table, variants in (
+    for shape, table, of_decode in (
         (shapes[0], launch_parameters.INT8_DECODE_HEADS, HEADS),
         (shapes[1], launch_parameters.INT8_DECODE_GROUPS, GROUPS),
     ):
-        for variant in variants:
+        for variant in of_decode:
             table[128, 2, 90] = variant
             try:
                 timing = time_decode(context, shape, int8=True).timing

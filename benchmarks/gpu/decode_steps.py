@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.model_config import ModelConfig, Quantization
 from fastserve_backend.models.loader import load_model, torch_dtype
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
@@ -34,7 +34,7 @@ class LoadedModel:
 
     @property
     def bytes_of_weights(self) -> int:
-        return self.config.num_parameters * self.kv.element_size()
+        return self.config.weight_bytes
 
     def bytes_of_context(self, tokens: int) -> int:
         return tokens * self.config.kv_bytes_per_block(BLOCK_SIZE) // BLOCK_SIZE
@@ -46,11 +46,21 @@ def block_bytes(name: str) -> int:
     return config.kv_bytes_per_block(BLOCK_SIZE)
 
 
-def load(context: Context, name: str, num_blocks: int, max_batch: int) -> LoadedModel:
+def load(
+    context: Context,
+    name: str,
+    num_blocks: int,
+    max_batch: int,
+    quantization: Quantization | None = None,
+) -> LoadedModel:
     """Loads a model with ``num_blocks`` of KV, for decode steps of up to ``max_batch`` jobs."""
     device = context.device.torch_device
     config = load_model_config(
-        model_of(context, name), load_format="dummy", dtype=DTYPE, device=device.type
+        model_of(context, name),
+        load_format="dummy",
+        dtype=DTYPE,
+        device=device.type,
+        quantization=quantization,
     )
     with torch.inference_mode():
         model = load_model(config, device)

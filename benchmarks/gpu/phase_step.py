@@ -8,6 +8,7 @@ import time
 from functools import partial
 
 import torch
+from fastserve_backend.checkpoints.model_config import Quantization
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
@@ -30,17 +31,27 @@ def run(context: Context) -> None:
     _gap(context)  # first, because its ranks take all free memory
     rate, _ = read_rate(context.device)
     for name in MODELS[:1] if context.tiny else reversed(MODELS):  # the one with a goal first
-        context.device.free()
-        try:
-            _steps(context, name, rate)
-        except torch.OutOfMemoryError:
-            print(f"  {name}: does not fit into the device's memory")
+        _steps_if_it_fits(context, name, rate)
+    _steps_if_it_fits(context, largest_model(context), rate, "int4")
     sampling_speed.run(context)
 
 
-def _steps(context: Context, name: str, read_bytes_s: float) -> None:
+def _steps_if_it_fits(
+    context: Context, name: str, read_bytes_s: float, quantization: Quantization | None = None
+) -> None:
+    context.device.free()
+    try:
+        _steps(context, name, read_bytes_s, quantization)
+    except torch.OutOfMemoryError:
+        print(f"  {name}: does not fit into the device's memory")
+
+
+def _steps(
+    context: Context, name: str, read_bytes_s: float, quantization: Quantization | None
+) -> None:
     tokens, batches = (32, (1, 2)) if context.tiny else (CONTEXT, BATCHES)
-    model = load(context, name, max(batches) * blocks_of(tokens), max(batches))
+    model = load(context, name, max(batches) * blocks_of(tokens), max(batches), quantization)
+    label = name if quantization is None else f"{name}, {quantization}"
     for number, batch in enumerate(batches):
         step = decode_step(number, batch, tokens)
         alone = context.device.wall_time(partial(model.runner.run, step), REPEATS)
@@ -51,7 +62,7 @@ def _steps(context: Context, name: str, read_bytes_s: float) -> None:
         floor_s = num_bytes / read_bytes_s
         context.recorder.row(
             "decode step",
-            {"model": name, "batch": batch, "context": tokens},
+            {"model": label, "batch": batch, "context": tokens},
             {
                 "ms": timing.seconds * 1e3,
                 "spread": timing.spread,

@@ -137,6 +137,7 @@ PREFILL = {
 INT8_DECODE_HEADS = {
     **DECODE_HEADS,
     (64, 2, 80): DecodeParameters(32, 4, 6, 4),
+    (128, 2, 90): DecodeParameters(16, 4, 6, 8),
 }
 INT8_DECODE_GROUPS = {
     **DECODE_GROUPS,
@@ -176,7 +177,7 @@ LINEAR = {
 QUANTIZED = {
     (2, 80): [QuantizedParameters(16, 64, 2, 3, 8), QuantizedParameters(64, 128, 8, 3, 2)],
     (4, 80): [QuantizedParameters(16, 64, 4, 3, 4), QuantizedParameters(64, 64, 8, 3, 2)],
-    (2, 90): [QuantizedParameters(16, 64, 2, 4, 8), QuantizedParameters(64, 128, 8, 4, 2)],
+    (2, 90): [QuantizedParameters(16, 64, 2, 4, 10), QuantizedParameters(64, 128, 4, 4, 2)],
 }
 
 Parameters = TypeVar("Parameters")

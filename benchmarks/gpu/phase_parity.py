@@ -19,6 +19,7 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.sampling_params import SamplingParams
+from fastserve_kernels.weight_quantization import quantize_groups
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -46,8 +47,10 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
+_LLAMA = LlamaConfig(**SHAPE, intermediate_size=512, num_key_value_heads=2)
+INT4 = "LLaMA, weights in INT4"
 MODELS = {
-    "LLaMA, grouped KV heads": LlamaConfig(**SHAPE, intermediate_size=512, num_key_value_heads=2),
+    "LLaMA, grouped KV heads": _LLAMA,
     "OPT": OPTConfig(**SHAPE, ffn_dim=512, word_embed_proj_dim=256),
     "GPT-NeoX": GPTNeoXConfig(**SHAPE, intermediate_size=512),
     "Gemma 2, windows and soft caps": Gemma2Config(
@@ -62,6 +65,7 @@ MODELS = {
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    INT4: _LLAMA,
 }
 ONLY_SWAPPED = tuple(MODELS)[3:]
 """Models whose prefix copies are not checked, for their time."""
@@ -88,13 +92,18 @@ def run(context: Context) -> None:
     ways = {"swapped": few, "copied": NUM_JOBS * positions // BLOCK_SIZE}
     prompts = _prompts(positions - num_tokens)
     models = dict(list(MODELS.items())[: 1 if context.tiny else None])
-    directories = {name: context.scratch / name.split(",")[0] for name in models}
+    directories = {name: context.scratch / name for name in models}
     references = {
         name: _reference(config, directories[name]).to(device) for name, config in models.items()
     }
+    if INT4 in references:
+        _round_linears(references[INT4])
 
     def answers_of(name: str, blocks: int) -> tuple[list[Answer], Engine]:
-        return _answers(context, directories[name], prompts, num_tokens, positions, blocks)
+        quantization = "int4" if name == INT4 else None
+        return _answers(
+            context, directories[name], quantization, prompts, num_tokens, positions, blocks
+        )
 
     wrong = []
     with ThreadPoolExecutor(1 if context.tiny else MOST_ENGINES) as pool:
@@ -151,6 +160,16 @@ def _reference(config: PreTrainedConfig, directory: Path) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def _round_linears(model: nn.Module) -> None:
+    """Rounds the weights as an engine with ``quantization: int4`` does."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.copy_(
+                quantize_groups(layer.weight, bits=4, group=64).dequantized(torch.float32)
+            )
+
+
 def _save_tokenizer(directory: Path) -> None:
     """A tokenizer of single bytes: prompts are token ids, but an engine turns answers into text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -173,6 +192,7 @@ def _prompts(most_tokens: int) -> list[list[int]]:
 def _answers(
     context: Context,
     directory: Path,
+    quantization: str | None,
     prompts: list[list[int]],
     num_tokens: int,
     positions: int,
@@ -186,6 +206,7 @@ def _answers(
     groups = load_model_config(str(directory), load_format="dummy").layer_groups
     config = EngineConfig().with_keys(
         model=str(directory),
+        quantization=quantization,
         device=context.device.torch_device.type,
         max_num_seqs=5,
         max_model_len=positions,

@@ -62,6 +62,12 @@ def _decode(name: str, figure: str, must: float, stretch: float, **keys: Any) ->
     return Goal(name, "paged decode", figure, must, stretch, where, **keys)
 
 
+def _linear(name: str, formats: tuple[str, ...], stretch: float) -> Goal:
+    return Goal(f"linear with a weight of {name}, up to 16 rows, × as fast as in 16 bits",
+                "linear with a quantized weight", "× as fast", 1.6, stretch,
+                {"format": formats, "rows": (1, 16)})  # fmt: skip
+
+
 GOALS = (
     _decode("paged decode, D 128, share of the copy rate", "share of copy rate", 0.80, 0.90,
             head_dim=128, percent=True),
@@ -75,6 +81,10 @@ GOALS = (
          {"head dim": 128}),
     Goal("prefill of 2k tokens, D 64, TFLOP/s", "paged prefill", "TFLOP/s", 200, 300,
          {"head dim": 64}),
+    _linear("8 bits", ("Q6_K", "FP8, blocks of 128"), 1.8),
+    _linear("4 bits", ("Q4_1", "4 bits, groups of 128", "Q4_K"), 3.0),
+    Goal("linear with a weight of few bits, 64 rows, × as fast as in 16 bits",
+         "linear with a quantized weight", "× as fast", 1.0, 1.5, {"rows": 64}),
     Goal("swap of 1 GB of OPT-13B blocks, one way, share of pinned copies", "swap",
          "share of pinned copy", 0.90, 0.95, {"direction": ("out", "in")}, percent=True),
     Goal("the same, both ways", "swap", "share of pinned copy", 0.80, 0.90,

@@ -12,6 +12,7 @@ from functools import cache, partial
 import attention_cases
 import experts_cases
 import linear_cases
+import quantized_cases
 import rowwise_cases
 import torch
 from fastserve_kernels import ops
@@ -140,5 +141,11 @@ def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
 
 @cache
 def _cases() -> list[Case]:
-    modules = (attention_cases, experts_cases, linear_cases, rowwise_cases)
+    modules = (
+        attention_cases,
+        experts_cases,
+        linear_cases,
+        quantized_cases,
+        rowwise_cases,
+    )
     return [case for module in modules for case in module.cases()]

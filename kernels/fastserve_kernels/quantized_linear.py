@@ -27,6 +27,8 @@ class QuantizedLinear:
 
     - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Weights keep their few bits
       in memory. Results are those of `PackedLinear` bit for bit, at any number of rows.
+    - "triton": a kernel in the Triton language, on a GPU. Weights take 4 or 8 bits, and what groups
+      of them share. For many rows they are dequantized in each call.
     - "torch": everywhere else, the weights are dequantized here, and take the memory that this
       takes.
     """
@@ -50,17 +52,20 @@ class QuantizedLinear:
         bias = None if bias is None else bias.detach().contiguous()
         self.out_features = sum(weight.shape[0] for weight in weights)
         self.in_features = weights[0].shape[1]
-        kernels = None
-        if not uses_triton(device):
-            kernels = compiled_for(torch.empty(0, dtype=dtype, device=device))
-        self.path = "torch" if kernels is None else "compiled"
         self.nbytes: int
         """Memory of the weights, in bytes."""
         self._apply: Callable[[Tensor], Tensor]
         self._rows: Callable[[Tensor], Tensor]
+        if uses_triton(device):
+            self.path = "triton"
+            self._load(weights, bias, relu, dtype, device)
+            return
+        kernels = compiled_for(torch.empty(0, dtype=dtype, device=device))
         if kernels is None:
+            self.path = "torch"
             self._dequantize(weights, bias, relu, dtype, device)
         else:
+            self.path = "compiled"
             self._pack(kernels, weights, bias, relu, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -91,6 +96,21 @@ class QuantizedLinear:
             return kernels.quantized_rows(panels.pieces, ids.contiguous(), self.in_features, dtype)
 
         self._apply, self._rows = apply, rows
+
+    def _load(
+        self,
+        weights: _Weights,
+        bias: Tensor | None,
+        relu: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # Imported on use: it needs Triton, which only a GPU needs.
+        from fastserve_kernels.gpu.quantized_layer import QuantizedLayer
+
+        layer = QuantizedLayer(weights, bias, relu, dtype, device)
+        self.nbytes = layer.nbytes
+        self._apply, self._rows = layer, layer.rows
 
     def _dequantize(
         self,

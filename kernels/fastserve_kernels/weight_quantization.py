@@ -1,8 +1,10 @@
-"""Weights in INT8: codes from -127 to 127, and a scale for each row (output) of a linear layer.
+"""Rounds weights of linear layers. Activations keep their type.
 
-Only weights are rounded; activations keep their type. A scale has the weight's own type, and codes
-are chosen for the rounded scale, so that its rounding adds no error. For float16, whose range is
-too small for scales, they are float32.
+INT8: codes from -127 to 127, and a scale for each row (output). A scale has the weight's own type,
+and codes are chosen for the rounded scale, so that its rounding adds no error. For float16, whose
+range is too small for scales, they are float32.
+
+Fewer bits: codes from 0, and a scale and an offset for each group of neighbouring columns.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastserve_kernels.quantized_weight import GroupNumbers, QuantizedWeight
+
 MOST = 127
-# So many rows are copied to float32 at a time.
-_ROWS = 4096
+# So many rows are copied to float32 at a time: few enough for a processor's cache.
+_ROWS = 256
 
 
 def row_magnitudes(weight: Tensor) -> Tensor:
@@ -57,3 +61,33 @@ def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
 def rounded(weight: Tensor) -> Tensor:
     """The weight as `Int8Linear` uses it, in float32, to compare its results with."""
     return dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))
+
+
+def quantize_groups(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
+    """Quantize: the least number of each group becomes code 0, the largest the largest code.
+
+    Scales and offsets are bfloat16, and codes are chosen for the rounded ones. So each value is
+    within half a scale, except for what the rounding of scale and offset leaves outside the range.
+
+    Args:
+        weight: ``[out, in]``, any floating type, finite.
+        group: columns of a group. It divides `in`.
+    """
+    most = 2**bits - 1
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    shape = (len(weight), weight.shape[1] // group)
+    scales, lows = (
+        torch.empty(shape, dtype=torch.bfloat16, device=weight.device) for _ in range(2)
+    )
+    for start in range(0, len(weight), _ROWS):
+        rows = slice(start, start + _ROWS)
+        by_group = weight[rows].float().unflatten(1, (-1, group))
+        low, high = by_group.aminmax(dim=2)
+        scale = (high - low) / most
+        scales[rows] = torch.where(scale == 0, torch.ones_like(scale), scale)
+        lows[rows] = low
+        steps = (by_group - lows[rows].float()[..., None]) / scales[rows].float()[..., None]
+        codes[rows] = steps.round_().clamp_(0, most).flatten(1).to(torch.uint8)
+    return QuantizedWeight(
+        f"INT{bits}", codes, bits, group, GroupNumbers(scales), GroupNumbers(lows)
+    )

@@ -81,7 +81,7 @@ def logits(model: CausalLM, theirs: LlamaForCausalLM, dtype: DType) -> list[Tens
     return [torch.stack(job.logits) for job in executor.jobs]
 
 
-@pytest.mark.parametrize("quantization", [None, "as_stored", "int8"])
+@pytest.mark.parametrize("quantization", [None, "as_stored", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("kinds", "is_tied"),
@@ -101,8 +101,7 @@ def test_logits_are_those_of_the_dequantized_weights(
         kinds = {name: kind for name, kind in kinds.items() if name != "output"}
     write_pair(tmp_path, model, kinds)
     got = logits(loaded(tmp_path / "stored", dtype, quantization), model, dtype)
-    rounded = "int8" if quantization == "int8" else None
-    expected = logits(loaded(tmp_path / "exact", dtype, rounded), model, dtype)
+    expected = logits(loaded(tmp_path / "exact", dtype, quantization), model, dtype)
     for one, other in zip(got, expected, strict=True):
         assert torch.isfinite(other).all()
         assert torch.equal(one, other)

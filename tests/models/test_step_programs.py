@@ -32,6 +32,7 @@ from rank_threads import Meeting, ThreadGroup
 from rotary_checkpoints import LLAMA, random_model
 from rotary_checkpoints import VARIANTS as ROTARY
 from torch import Tensor
+from torch_threads import torch_threads
 from transformers import LlamaConfig
 
 CPU = torch.device("cpu")
@@ -154,6 +155,14 @@ def test_steps_of_all_sizes(name: str, tmp_path: Path) -> None:
 def test_number_formats(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     saved(name, tmp_path)
     check_steps(load_model_config(str(tmp_path), load_format="auto", **how))
+
+
+@pytest.mark.parametrize("threads", [1, 3, 7])
+def test_any_number_of_threads(threads: int, tmp_path: Path) -> None:
+    """There may be more of them than cores."""
+    saved("llama", tmp_path)
+    with torch_threads(threads):
+        check_steps(load_model_config(str(tmp_path), load_format="auto", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_uneven", "neox", "opt_350m", "gemma2"])

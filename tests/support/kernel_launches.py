@@ -10,9 +10,11 @@ from fastserve_kernels.gpu import (
     int8_linear,
     kv_int8,
     norms,
+    packed_weight,
     paged_decode,
     paged_prefill,
     pinned_copies,
+    quantized_linear,
     routing,
     sums,
 )
@@ -93,6 +95,50 @@ def linear(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -
         _empty(dtype, out_features),
         relu=True,
     )
+
+
+# Layouts of weights of few bits, and whether their numbers are float32 scales and offsets, pairs
+# of both in float16, or scales alone.
+PACKED = {
+    "Q4_1": (packed_weight.Layout(4, False, 32, 0, False), "pairs"),
+    "Q4_0": (packed_weight.Layout(4, False, 32, 8, True), "scales"),
+    "Q4_K": (packed_weight.Layout(4, False, 32, 0, False), "both"),
+    "Q6_K": (packed_weight.Layout(8, False, 16, 32, False), "scales"),
+    "FP8": (packed_weight.Layout(8, True, 128, 0, False), "scales"),
+}
+
+
+def _packed(packing: str, out_features: int, in_features: int) -> packed_weight.PackedWeight:
+    layout, numbers = PACKED[packing]
+    columns = -(-in_features // packed_weight.COLUMNS_MULTIPLE) * packed_weight.COLUMNS_MULTIPLE
+    shape = (columns // layout.group, out_features)
+    return packed_weight.PackedWeight(
+        layout,
+        _integers(out_features, columns * layout.bits // 32),
+        _empty(torch.int32 if numbers == "pairs" else torch.float32, *shape),
+        _empty(torch.float32, *shape) if numbers == "both" else None,
+        out_features,
+        in_features,
+    )
+
+
+def quantized(
+    dtype: torch.dtype, packing: str, rows: int, out_features: int, in_features: int
+) -> None:
+    quantized_linear.quantized_linear(
+        _empty(dtype, rows, in_features),
+        _packed(packing, out_features, in_features),
+        _empty(dtype, out_features),
+        True,
+        _empty(dtype, rows, out_features),
+    )
+
+
+def dequantize_rows(
+    dtype: torch.dtype, packing: str, out_features: int, in_features: int, by_ids: bool
+) -> None:
+    rows = _empty(torch.int64, TOKENS) if by_ids else slice(0, TOKENS)
+    _packed(packing, out_features, in_features).dequantized(dtype, rows)
 
 
 def grouped_linear(

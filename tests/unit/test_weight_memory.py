@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,18 @@ def test_all_ranks_of_a_host_are_counted_and_no_others() -> None:
 
 def test_weights_that_may_stay_in_mapped_files_are_not_counted() -> None:
     check_weights_fit(opt_125m("float16"), num_ranks=1, num_local_ranks=MANY)
+
+
+def test_weights_of_few_bits_are_counted_as_they_are_stored_where_kernels_take_them() -> None:
+    config = replace(opt_125m("bfloat16"), quantization="as_stored", stored_weight_bytes=10**8)
+    assert config.weight_bytes == 10**8
+    check_weights_fit(config, num_ranks=1, num_local_ranks=1)
+    sizes = []
+    for dtype in ("bfloat16", "float16"):  # which only plain torch computes on a CPU
+        with pytest.raises(ConfigError) as error:
+            check_weights_fit(replace(config, dtype=dtype), num_ranks=1, num_local_ranks=MANY)
+        sizes.append(float(re.findall(r"are ([\d.]+) GiB", str(error.value))[0]))
+    assert sizes == pytest.approx([MANY * 10**8 / 2**30, MANY * 2 * config.num_parameters / 2**30])
 
 
 def test_rounded_weights_are_counted_as_what_they_take() -> None:

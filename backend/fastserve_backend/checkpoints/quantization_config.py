@@ -13,8 +13,8 @@ Layout = Literal["awq", "gptq", "packed", "plain"]
 
 _KNOWN = "awq, gptq, compressed-tensors or fp8, or mxfp4 of gpt_oss"
 _REMEDY = (
-    "use another checkpoint of the model, with quantization int8 if its weights are to take less "
-    "memory"
+    "use another checkpoint of the model, with quantization int8 or int4 if its weights are to "
+    "take less memory"
 )
 
 # Formats of compressed-tensors -> types of their weights.

@@ -17,6 +17,7 @@ from fastserve_kernels.quantized_weight import QuantizedWeight
 from fastserve_kernels.weight_quantization import row_magnitudes
 from torch import Tensor
 
+from fastserve_backend.models.int4_rounding import int4_group
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter, StoredWeight
 
@@ -50,6 +51,9 @@ class Linear:
         self._magnitudes: Tensor | None = None
         """Of whole rows, if the weight has only some of their columns."""
         self._packed: Callable[[Tensor], Tensor] | None = None
+        self._group = 0
+        if part.quantization == "int4":
+            self._group = int4_group(parts, self._columns())
 
     def parameters(self) -> dict[str, Parameter]:
         """The needed tensors: "part.weight" [out, in] and "part.bias" [out]."""
@@ -101,7 +105,7 @@ class Linear:
 
     def _take_weight(self, name: str, rows: slice, weight: StoredWeight) -> None:
         """rows: where the part is in the stacked weight."""
-        if isinstance(weight, QuantizedWeight) and self._part.quantization == "int8":
+        if isinstance(weight, QuantizedWeight) and self._part.rounds_weights:
             weight = weight.dequantized(self._part.dtype)
         if isinstance(weight, Tensor):
             weight = weight.to(self._part.device, self._part.dtype)
@@ -125,16 +129,18 @@ class Linear:
     def _pack(
         self, weights: Sequence[StoredWeight], bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
+        part = self._part
         plain = [one for one in weights if isinstance(one, Tensor)]
+        if part.quantization == "int4":
+            weights, plain = [part.int4_rounding(one, self._group) for one in plain], []
         if len(plain) < len(weights):
-            part = self._part
             weights, order = _in_one_order(weights, part)
             packed = ops.QuantizedLinear(
                 weights, bias, self._relu, dtype=part.dtype, device=part.device
             )
             return packed if order is None else lambda x: packed(ops.take_columns(x, order))
         weight = plain[0] if len(plain) == 1 else torch.cat(plain)
-        if self._part.quantization == "int8":
+        if part.quantization == "int8":
             return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
         return ops.PackedLinear(weight, bias, self._relu)
 
@@ -256,7 +262,7 @@ class Embedding:
     def _take(self, weight: StoredWeight) -> None:
         part = self._part
         if isinstance(weight, QuantizedWeight) and (
-            part.quantization == "int8" or weight.order is not None
+            part.rounds_weights or weight.order is not None
         ):
             weight = weight.dequantized(part.dtype)
         if isinstance(weight, QuantizedWeight):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import Quantization
 from fastserve_backend.checkpoints.partition import span
+from fastserve_backend.models.int4_rounding import Int4Rounding
 
 
 class TensorGroup:
@@ -98,6 +99,13 @@ class ModelPart:
     """Layers of the whole model."""
     tensor: TensorGroup = ALONE
     quantization: Quantization | None = None
+    int4_rounding: Int4Rounding = field(default_factory=Int4Rounding)
+    """For all linear layers, if `quantization` is int4."""
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether linear layers are rounded when they are loaded, however they are stored."""
+        return self.quantization in ("int8", "int4")
 
     @property
     def is_first(self) -> bool:

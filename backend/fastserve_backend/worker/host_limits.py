@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -72,6 +72,9 @@ def check_weights_fit(config: ModelConfig, num_ranks: int, num_local_ranks: int)
     linear = ops.PackedLinear(torch.empty(1, 1, dtype=torch_dtype(config)))
     if config.quantization is None and linear.path == "torch":
         return
+    if config.quantization == "as_stored" and linear.path != "compiled":
+        # They are dequantized.
+        config = replace(config, quantization=None, stored_weight_bytes=None)
     weights = config.weight_bytes * num_local_ranks // num_ranks
     memory = host_memory()
     free = memory.available + memory.free_swap

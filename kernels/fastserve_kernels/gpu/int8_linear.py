@@ -8,8 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.dense_linear import widened_linear
 from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.launch_parameters import cdiv
+
+MOST_ROWS = 384
+"""With more rows it takes less time to widen the weight in memory, for torch's product."""
 
 
 def variants(dtype: torch.dtype, device: torch.device) -> list[int]:
@@ -28,12 +32,16 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, re
     bias: [out] of x's dtype, or None.
 
     Returns a new contiguous tensor [T, out].
-    Grid: (tiles of T, tiles of out). Neighbouring programs read the same codes.
+    Grid: (tiles of T, tiles of out). Neighbouring programs read the same codes. More than
+    `MOST_ROWS` rows are multiplied by torch, with codes * scale rounded to x's dtype.
     """
     rows, size = x.shape
     out_features = codes.shape[0]
     y = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
     if rows == 0:
+        return y
+    if rows > MOST_ROWS:
+        widened_linear(x, lambda part: _widened(codes[part], scale[part], x.dtype), bias, relu, y)
         return y
     parameters = launch_parameters.linear(rows, x.element_size(), capability(x.device))
     grid = (cdiv(rows, parameters.row_tile), cdiv(out_features, parameters.out_tile))
@@ -45,6 +53,10 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, re
         num_warps=parameters.num_warps, num_stages=parameters.num_stages,
     )  # fmt: skip
     return y
+
+
+def _widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mul(codes, scale[:, None]).to(dtype)
 
 
 # The weight's tile is the first factor. Tensor cores take that one from registers, where the codes

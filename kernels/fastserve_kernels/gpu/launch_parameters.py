@@ -67,6 +67,20 @@ class LinearParameters:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class QuantizedParameters:
+    """Parameters of `quantized_linear`."""
+
+    row_tile: int
+    """Rows of a program. It is also the most rows that these parameters are for, except for the
+    last of a list."""
+    out_tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int
+    """How many run at once. The columns are split to have so many, if the layer is small."""
+
+
 # Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). The rows
 # were chosen by their machine code, which tests/kernels/gpu/test_attention_machine_code.py checks.
 # docs/performance_gpu.md has an H100's times for the rows of 9.0; no other choices were tried.
@@ -156,6 +170,15 @@ LINEAR = {
     ],
 }
 
+# As for `LINEAR`. With few rows of x, the instructions that dequantize take the time, so many warps
+# run, of which each has rows of the weight of its own. With more, reading x from the L2 cache does,
+# so tiles of the weight are wide.
+QUANTIZED = {
+    (2, 80): [QuantizedParameters(16, 64, 2, 3, 8), QuantizedParameters(64, 128, 8, 3, 2)],
+    (4, 80): [QuantizedParameters(16, 64, 4, 3, 4), QuantizedParameters(64, 64, 8, 3, 2)],
+    (2, 90): [QuantizedParameters(16, 64, 2, 4, 8), QuantizedParameters(64, 128, 8, 4, 2)],
+}
+
 Parameters = TypeVar("Parameters")
 
 
@@ -194,6 +217,22 @@ def linear_ways(element_bytes: int, capability: tuple[int, int]) -> list[LinearP
     hopper = (element_bytes, 90)
     return LINEAR[
         hopper if _has_shared_memory(capability) and hopper in LINEAR else (element_bytes, 80)
+    ]
+
+
+def quantized_linear(
+    rows: int, element_bytes: int, capability: tuple[int, int]
+) -> QuantizedParameters:
+    """Parameters of `quantized_linear` for this number of rows."""
+    ways = quantized_ways(element_bytes, capability)
+    return next((way for way in ways if rows <= way.row_tile), ways[-1])
+
+
+def quantized_ways(element_bytes: int, capability: tuple[int, int]) -> list[QuantizedParameters]:
+    """All parameters that `quantized_linear` may choose, each for more rows than the one before."""
+    hopper = (element_bytes, 90)
+    return QUANTIZED[
+        hopper if _has_shared_memory(capability) and hopper in QUANTIZED else (element_bytes, 80)
     ]
 
 

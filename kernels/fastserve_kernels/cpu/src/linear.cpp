@@ -22,6 +22,9 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;
 constexpr int64_t BLOCK_BYTES = 256 << 10;
 #endif
 
+// A single tile of so few elements is packed by each thread for itself, which takes less time than to wait.
+constexpr int64_t FEW_ELEMENTS = 2048;
+
 // With so few tiles the way of panels from memory is what takes time: they are multiplied whole.
 constexpr int64_t FEW_TILES = 4;
 
@@ -155,6 +158,8 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
         std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
     const Plan plan = Plan::of<P>(groups, most_tiles);
     const int64_t tiles_at_a_time = std::min<int64_t>(plan.tiles.size(), most_tiles);
+    const bool packs_alone =
+        plan.tiles.size() == 1 && plan.tiles[0].height * in <= FEW_ELEMENTS;
     const auto output_of = [&](const Group<T>& group, Columns columns) {
         const auto [column, width] = columns;
         return Output<T>{
@@ -168,19 +173,24 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
     in_team(team, true, [&](const Team& own) {
         [[maybe_unused]] const typename P::Unit unit{};
         Panels weights(steps);
-        X* const packed = own.buffer<X>(0, tiles_at_a_time * tile_size);
+        static thread_local AlignedVector<X> packed_alone;
+        if (packs_alone) packed_alone.resize(tile_size);
+        X* const packed = packs_alone ? packed_alone.data()
+                                      : own.buffer<X>(0, tiles_at_a_time * tile_size);
         static thread_local AlignedVector<float> sums_of_tiles;
         sums_of_tiles.resize(tiles_at_a_time * P::ROWS * PAIR);
         for (const Plan::Block& block : plan.blocks) {
             if (&block != plan.blocks.data()) own.barrier();  // all have used what is packed
             own.deal((block.end_batch - block.first_batch) * count);
-            const auto [first_tile, end_tile] = own.part(block.end_tile - block.first_tile);
+            const int64_t num_tiles = block.end_tile - block.first_tile;
+            const auto [first_tile, end_tile] =
+                packs_alone ? Team::Range{0, num_tiles} : own.part(num_tiles);
             for (int64_t place = first_tile; place < end_tile; ++place) {
                 const auto [first, height] = plan.tiles[block.first_tile + place];
                 P::pack([&, row = first](int64_t m) { return row_of_x(row + m); }, height, in,
                         packed + place * tile_size);
             }
-            own.barrier();
+            if (!packs_alone) own.barrier();
             // Panel by panel, those of one batch after the other.
             for (int64_t item; (item = own.take()) >= 0;) {
                 const Plan::Batch& batch = plan.batches[block.first_batch + item / count];

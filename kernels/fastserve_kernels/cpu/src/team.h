@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "aligned.h"
+#include "barrier.h"
 #include "shares.h"
 
 namespace fastserve {
@@ -19,6 +20,7 @@ constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
 // every time.
 struct SharedMemory {
     static constexpr int NUM_BUFFERS = 2;
+    Barrier barrier;
     Shares shares;
     AlignedVector<char> buffers[NUM_BUFFERS];
 };
@@ -36,9 +38,7 @@ class Team {
 
     int threads() const { return threads_; }
     bool is_first() const { return thread_ == 0; }
-    void barrier() const {
-#pragma omp barrier
-    }
+    void barrier() const { shared_.barrier.wait(threads_); }
     // This thread's part of the numbers up to `count`.
     Range part(int64_t count) const {
         return {count * thread_ / threads_, count * (thread_ + 1) / threads_};

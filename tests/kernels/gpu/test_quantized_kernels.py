@@ -1,0 +1,48 @@
+"""Linears with weights of few bits against their reference: on a GPU, or in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from case_shapes import but_dtype
+from fastserve_kernels import ops
+from fastserve_kernels.quantized_weight import GroupNumbers, QuantizedWeight
+from kernel_cases import Case
+from quantized_cases import cases
+from triton import knobs
+
+
+@pytest.mark.one_of("case", key=but_dtype)
+@pytest.mark.parametrize("case", list(cases(interpreted=knobs.runtime.interpret)), ids=str)
+def test_case(case: Case, kernel_device: torch.device) -> None:
+    for comparison in case.run(kernel_device):
+        assert comparison.error <= comparison.limit, comparison.what
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_code_is_dequantized_exactly(bits: int, kernel_device: torch.device) -> None:
+    codes = torch.arange(2**bits).to(torch.uint8).repeat(4)[None, :]
+    scales = GroupNumbers(torch.tensor([[0.01]]))
+    weight = QuantizedWeight("codes", codes, bits, codes.shape[1], scales, center=3)
+    layer = ops.QuantizedLinear([weight], dtype=torch.float32, device=kernel_device)
+    found = layer.rows(torch.zeros(1, dtype=torch.int64).to(kernel_device))
+    torch.testing.assert_close(found.cpu(), weight.dequantized(torch.float32), rtol=0, atol=1e-6)
+
+
+def test_float8_has_the_values_of_torch(kernel_device: torch.device) -> None:
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128)
+    codes = codes[:, :127].contiguous()  # the last of each row is NaN
+    weight = QuantizedWeight("FP8", codes, 8, 127, GroupNumbers(torch.ones(2, 1)))
+    layer = ops.QuantizedLinear([weight], dtype=torch.float32, device=kernel_device)
+    found = layer.rows(torch.arange(2).to(kernel_device)).cpu()
+    assert torch.equal(found, codes.float())
+
+
+def test_nan_in_float8_gives_no_numbers(kernel_device: torch.device) -> None:
+    codes = torch.ones(3, 32).to(torch.float8_e4m3fn)
+    codes.view(torch.uint8)[1, 5] = 0xFF
+    weight = QuantizedWeight("FP8", codes, 8, 32, GroupNumbers(torch.ones(3, 1)))
+    layer = ops.QuantizedLinear([weight], dtype=torch.float32, device=kernel_device)
+    y = layer(torch.ones(2, 32).to(kernel_device)).cpu()
+    assert y[:, 1].isnan().all()
+    assert torch.equal(y[:, [0, 2]], torch.full((2, 2), 32.0))

@@ -1,0 +1,84 @@
+"""Machine code of linears with weights of few bits, for sm_80 (A100) and sm_90 (H100, H200)."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from ahead_of_time import CompiledKernel, Launch, compile_launches
+
+PACKINGS = ("Q4_1", "Q4_0", "Q4_K", "Q6_K", "FP8")
+CASES = [
+    *product((80, 90), ("bfloat16",), PACKINGS, (1, 64), (5120,)),
+    *product((80, 90), ("float16",), ("Q4_1",), (16, 65), (5120,)),
+    *product((80, 90), ("float32",), ("Q6_K",), (16, 65), (5120,)),
+    # Columns that are not all of a block; and so few rows that a second kernel adds up splits.
+    *product((80, 90), ("bfloat16",), ("Q4_1", "Q4_K"), (16,), (128,)),
+]
+LAUNCHES = [
+    Launch(
+        "quantized",
+        architecture,
+        {
+            "dtype": dtype,
+            "packing": packing,
+            "rows": rows,
+            "out_features": out_features,
+            "in_features": 5120 if out_features > 128 else 1600,
+        },
+    )
+    for architecture, dtype, packing, rows, out_features in CASES
+]
+ROW_LAUNCHES = [
+    Launch(
+        "dequantize_rows",
+        architecture,
+        {
+            "dtype": "bfloat16",
+            "packing": packing,
+            "out_features": 5120,
+            "in_features": 5120,
+            "by_ids": by_ids,
+        },
+    )
+    for architecture, packing, by_ids in product((80, 90), ("Q4_K", "FP8"), (False, True))
+]
+# Shared memory of a program in bytes. The parameters for 8.0 also serve cards with less than an
+# A100.
+MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[CompiledKernel]]:
+    launches = [*LAUNCHES, *ROW_LAUNCHES]
+    kernels = compile_launches(launches)
+    return {str(launch): found for launch, found in zip(launches, kernels, strict=True)}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=map(str, LAUNCHES))
+def test_machine_code(compiled: dict[str, list[CompiledKernel]], launch: Launch) -> None:
+    kernel, *others = compiled[str(launch)]
+    what = f"{kernel.registers} registers, {kernel.shared_bytes} bytes, {dict(kernel.instructions)}"
+    is_narrow = launch.arguments["dtype"] != "float32"
+    assert kernel.stack_bytes == 0, what
+    assert kernel.count("LDL", "STL") == 0, what
+    # Asynchronous copies bring x, codes and numbers; only the bias is loaded.
+    assert kernel.count("LDGSTS.128") > 0, what
+    assert kernel.copies_ahead >= 2, what
+    assert (kernel.count("HMMA", "HGMMA") > 0) == is_narrow, what
+    if is_narrow:  # the weight goes from registers to the product
+        assert kernel.count("STS", "STSM") == 0, what
+    assert kernel.shared_bytes <= MOST_SHARED_BYTES[launch.architecture], what
+    for other in others:
+        assert other.stack_bytes == 0
+        assert other.count("LDG.128") > 0
+
+
+@pytest.mark.parametrize("launch", ROW_LAUNCHES, ids=map(str, ROW_LAUNCHES))
+def test_machine_code_of_rows(compiled: dict[str, list[CompiledKernel]], launch: Launch) -> None:
+    (kernel,) = compiled[str(launch)]
+    what = f"{kernel.registers} registers, {dict(kernel.instructions)}"
+    assert kernel.stack_bytes == 0, what
+    assert kernel.count("LDG.128") > 0, what
+    assert kernel.count("STG.128") > 0, what
+    assert kernel.registers <= 64, what

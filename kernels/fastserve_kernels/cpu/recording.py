@@ -199,6 +199,12 @@ def _allocate(size: int) -> Bytes:
 class _ViewsOnly(TorchDispatchMode):
     """Lets torch make views of tensors, and nothing else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nobody compiles this. To skip torch's compiler, torch would import it: for a second, and
+        135 MB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
             raise UnrecordableError(str(func))

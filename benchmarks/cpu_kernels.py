@@ -1,5 +1,5 @@
-"""Speed of the CPU kernels beside torch's own, in OPT-125M's shapes, and of weights in 4 bits beside
-others.
+"""Speed of the CPU kernels beside torch's own, in OPT-125M's shapes, and of weights in 4 bits
+beside others.
 
     python -m benchmarks.cpu_kernels                   # bfloat16 and float32, a minute or two each
     python -m benchmarks.cpu_kernels --dtype float32

@@ -1,7 +1,7 @@
 // Panels of weights of few bits, in several formats: codes, and numbers that groups of them share.
-// They are widened to the panel's type a few steps at a time, into the first-level cache. An element is
-// scale * (code - center) + offset, computed in fp32, in which the product is rounded too, and then
-// rounded to the panel's type.
+// They are widened to the panel's type a few steps at a time, into the first-level cache, or, for few
+// rows, into registers. An element is scale * (code - center) + offset, computed in fp32, in which the
+// product is rounded too, and then rounded to the panel's type.
 //
 // A panel is a run of superblocks, each of which has the numbers of its groups and then their codes:
 //
@@ -23,7 +23,8 @@ namespace fastserve {
 constexpr int64_t BLOCK = 16;       // neighbours of a column
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
-constexpr int64_t AHEAD = 4096;     // bytes that are fetched ahead
+// So far ahead memory is fetched: what a core reads while it waits for it.
+constexpr int64_t AHEAD = 4096;  // bytes
 
 // How numbers are stored. The Python side passes these.
 enum Numbers : int64_t { kNoNumbers = 0, kHalf = 1, kBrainHalf = 2, kSingle = 3, kByte = 4 };

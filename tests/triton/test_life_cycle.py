@@ -338,7 +338,7 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
             others.rmdir()
 
 
-def _servers_of(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def _servers_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     """A launcher may also compile kernels, in a process of its own."""
     children = psutil.Process(launcher.pid).children()
     return [child for child in children if child.name() == "tritonserver"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class QuantizedLinear:
         self.nbytes: int
         """Memory of the weights, in bytes."""
         self._apply: Callable[[Tensor], Tensor]
-        self._rows: Callable[[Tensor], Tensor]
+        self._rows: Callable[[Tensor, int], Tensor]
         if uses_triton(device):
             self.path = "triton"
             self._load(weights, bias, relu, dtype, device)
@@ -72,9 +73,12 @@ class QuantizedLinear:
         """x [T, in] of `dtype` -> [T, out], contiguous. T may be 0."""
         return self._apply(x)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Dequantized rows of W, as an embedding looks them up: ids int64 [T] -> [T, in]."""
-        return self._rows(ids)
+    def rows(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Dequantized rows of W, as an embedding looks them up: ids int64 [T] -> [T, in].
+
+        first: the id of the first row. Ids of no row give zeros.
+        """
+        return self._rows(ids, first)
 
     def _pack(
         self,
@@ -92,8 +96,10 @@ class QuantizedLinear:
                 x = x.contiguous()
             return kernels.quantized_linear(x, panels.pieces, bias, self.out_features, relu)
 
-        def rows(ids: Tensor) -> Tensor:
-            return kernels.quantized_rows(panels.pieces, ids.contiguous(), self.in_features, dtype)
+        def rows(ids: Tensor, first: int) -> Tensor:
+            return kernels.quantized_rows(
+                panels.pieces, ids.contiguous(), self.in_features, dtype, first
+            )
 
         self._apply, self._rows = apply, rows
 
@@ -110,7 +116,7 @@ class QuantizedLinear:
 
         layer = QuantizedLayer(weights, bias, relu, dtype, device)
         self.nbytes = layer.nbytes
-        self._apply, self._rows = layer, layer.rows
+        self._apply, self._rows = layer, partial(_rows_or_zeros, layer.rows, self.out_features)
 
     def _dequantize(
         self,
@@ -129,4 +135,13 @@ class QuantizedLinear:
         packed = PackedLinear(table, bias, relu)
         # The table is kept for `rows` beside its packed form, unless the device uses it as it is.
         self.nbytes = table.nbytes * (2 if packed.path == "onednn" else 1)
-        self._apply, self._rows = packed, lambda ids: table[ids]
+        self._apply = packed
+        self._rows = partial(_rows_or_zeros, table.__getitem__, self.out_features)
+
+
+def _rows_or_zeros(
+    look_up: Callable[[Tensor], Tensor], num_rows: int, ids: Tensor, first: int
+) -> Tensor:
+    own = ids - first
+    absent = (own < 0) | (own >= num_rows)
+    return look_up(own.masked_fill_(absent, 0)).masked_fill_(absent[:, None], 0)

@@ -72,6 +72,12 @@ def check(
         assert torch.equal(y, expected(x))
     ids = torch.randint(0, len(whole), (40,))
     assert torch.equal(linear.rows(ids), whole[ids])
+    # As a rank that has some rows of a table.
+    ids_of_all = torch.arange(len(whole) + 20)
+    is_here = (ids_of_all >= 10) & (ids_of_all < len(whole) + 10)
+    found = linear.rows(ids_of_all, first=10)
+    assert torch.equal(found[is_here], whole)
+    assert not found[~is_here].any()
     return linear
 
 

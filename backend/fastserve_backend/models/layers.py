@@ -257,7 +257,7 @@ class Embedding:
         table = self.table
         if isinstance(table, Tensor):
             return ops.lookup_part(table, ids, self._first_id)
-        return table.rows(ids - self._first_id if self._first_id else ids)
+        return table.rows(ids, self._first_id)
 
     def _take(self, weight: StoredWeight) -> None:
         part = self._part
@@ -284,13 +284,7 @@ class VocabEmbedding(Embedding):
         return {"weight": Parameter(self._shape, self._take, rows, takes_quantized=True)}
 
     def __call__(self, ids: Tensor) -> Tensor:
-        if self._part.tensor.size == 1:
-            return super().__call__(ids)
-        if isinstance(self.table, Tensor):
-            return self._part.tensor.sum(super().__call__(ids))
-        absent = (ids < self._rows.start) | (ids >= self._rows.stop)
-        looked_up = super().__call__(ids.masked_fill(absent, self._rows.start))
-        return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
+        return self._part.tensor.sum(super().__call__(ids))
 
 
 class LayerNorm:

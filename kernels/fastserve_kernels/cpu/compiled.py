@@ -26,7 +26,7 @@ _OPERATIONS = {
     "fs_int8_linear": "q5P5q",
     "fs_grouped_linear": "q7P4q",
     "fs_quantized_linear": "q2Pq2P4q",
-    "fs_quantized_rows": "qPq2P2q",
+    "fs_quantized_rows": "qPq2P3q",
     "fs_sort_choices": "4P4q",
     "fs_sum_choices": "q5P3q",
 }
@@ -485,16 +485,17 @@ class CompiledKernels:
         return y
 
     def quantized_rows(
-        self, pieces: Tensor, ids: Tensor, in_features: int, dtype: torch.dtype
+        self, pieces: Tensor, ids: Tensor, in_features: int, dtype: torch.dtype, first: int
     ) -> Tensor:
         """Dequantized rows of a weight that is pieces of few bits: [T, in_features] of `dtype`.
 
-        ids: int64 [T], contiguous.
+        ids: int64 [T], contiguous. Those of no row give zeros.
+        first: the id of the first row.
         """
         y = empty((len(ids), in_features), dtype)
         self._quantized_rows(
             _DTYPE_CODES[dtype], pieces.data_ptr(), len(pieces), ids.data_ptr(), y.data_ptr(),
-            len(ids), in_features,
+            len(ids), in_features, first,
         )  # fmt: skip
         return y
 

@@ -344,13 +344,14 @@ static void quantized_linear_any(const Team* team, int64_t dtype, const void* x,
     });
 }
 
-// Rows `ids` of the weight: y [ids, in].
+// Rows `ids` of the weight: y [ids, in]. `first` is the id of the first row; those of no row give zeros.
 static void quantized_rows_any(const Team* team, int64_t dtype, const void* pieces, int64_t count,
-                               const int64_t* ids, void* y, int64_t ids_count, int64_t in) {
+                               const int64_t* ids, void* y, int64_t ids_count, int64_t in,
+                               int64_t first) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         look_up_rows(team, Pieces<T>((const StoredPiece*)pieces, count, in), ids, ids_count, in,
-                     (T*)y);
+                     first, (T*)y);
     });
 }
 

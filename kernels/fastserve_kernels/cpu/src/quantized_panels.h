@@ -522,7 +522,7 @@ class QuantizedPanels {
 // Rows of the weight: y [count, in].
 template <typename T>
 static void look_up_rows(const Team* team, const Pieces<T>& pieces, const int64_t* ids, int64_t count,
-                         int64_t in, T* y) {
+                         int64_t in, int64_t first_id, T* y) {
     constexpr int64_t DEPTH = Dot<T>::DEPTH, PASS = QuantizedPanels<T>::PASS_STEPS;
     const int64_t steps = steps_of<T>(in);
     in_team(team, true, [&](const Team& own) {
@@ -530,8 +530,13 @@ static void look_up_rows(const Team* team, const Pieces<T>& pieces, const int64_
         weights.use(&pieces);
         const auto [first, last] = own.part(count);
         for (int64_t i = first; i < last; ++i) {
-            const auto& [piece, first_panel, first_column] = pieces.with_column(ids[i]);
-            const int64_t row = ids[i] - first_column;
+            const int64_t column = ids[i] - first_id;
+            if (column < 0 || column >= pieces.out()) {
+                std::fill_n(y + i * in, in, T{});
+                continue;
+            }
+            const auto& [piece, first_panel, first_column] = pieces.with_column(column);
+            const int64_t row = column - first_column;
             const int place = Dot<T>::place(row % PAIR);
             for (int64_t begin = 0; begin < steps; begin += PASS) {
                 const int64_t end = std::min(steps, begin + PASS);

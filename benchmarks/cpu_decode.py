@@ -2,12 +2,14 @@
 
     python -m benchmarks.cpu_decode            # all three parts, several minutes
     python -m benchmarks.cpu_decode serving    # only one of machine, step, serving
+    python -m benchmarks.cpu_decode serving --model smollm2-135m-instruct
 
-Dummy weights, bfloat16, greedy, prompts of 64 tokens, 64 tokens generated. Prefill is the time of
+Random weights, bfloat16, greedy, prompts of 64 tokens, 64 tokens generated. Prefill is the time of
 32 prompts at once until every job has its first token; decode is the time after that. Figures are
 medians of the repeats, with the least and the most in brackets. "machine" measures the best that
 this processor can do, and computes the best of each figure from it: a decode step reads all weights
-once and multiplies each with every job's vector.
+once and multiplies each with every job's vector. "serving" also measures the CPU time that each
+process takes for a token; through Triton this process is the client.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -38,9 +40,12 @@ from rich.console import Console
 from rich.table import Table
 
 MODEL, VOCAB_SIZE = "opt-125m", 50272
+PROMPT_IDS = range(300, 49152)
+"""Ordinary tokens of all models."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 BATCHES = (1, 16, 32)
 PREFILL_BATCH = 32
+CPU_TIME_BATCH = 16
 GROUP = 4
 """Tokens in a response of the second server."""
 ENGINE = "through the engine"
@@ -57,7 +62,7 @@ console = Console(width=100)
 
 def prompts(count: int) -> list[list[int]]:
     rng = random.Random(0)
-    return [[rng.randrange(300, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    return [rng.choices(PROMPT_IDS, k=PROMPT_TOKENS) for _ in range(count)]
 
 
 def summary(values: list[float], digits: int = 0) -> str:
@@ -77,12 +82,12 @@ Run = Callable[[int], tuple[float, float]]
 """(prefill, decode) tokens/s of one run with this many prompts at once."""
 
 
-def serving(repeats: int) -> None:
+def serving(repeats: int, model: str) -> None:
     """The engine in this process and two Triton servers take turns, so that noise hits all."""
     with (
-        engine() as (llm, run_engine),
-        triton(1) as (pid, run_single),
-        triton(GROUP) as (_, run_group),
+        engine(model) as (llm, run_engine),
+        triton(model, 1) as (server, run_single),
+        triton(model, GROUP) as (_, run_group),
     ):
         sides = {
             ENGINE: run_engine,
@@ -91,12 +96,19 @@ def serving(repeats: int) -> None:
         }
         decode: dict[tuple[str, int], list[float]] = defaultdict(list)
         prefill: dict[str, list[float]] = defaultdict(list)
+        engine_cpu = CpuTime({"engine": os.getpid()})
+        stub = server.runtime.stub_pid()
+        assert stub is not None
+        triton_cpu = CpuTime({"client": os.getpid(), "tritonserver": server.pid, "stub": stub})
+        cpu_of = {ENGINE: engine_cpu, "through Triton, gRPC": triton_cpu}
         for run in sides.values():
             run(1)  # warm
         for _ in range(repeats):
             for batch in BATCHES:
                 for name, run in sides.items():
-                    prefill_rate, decode_rate = run(batch)
+                    is_counted = name in cpu_of and batch == CPU_TIME_BATCH
+                    with cpu_of[name].counted() if is_counted else nullcontext():
+                        prefill_rate, decode_rate = run(batch)
                     decode[name, batch].append(decode_rate)
                     if batch == PREFILL_BATCH:
                         prefill[name].append(prefill_rate)
@@ -116,6 +128,12 @@ def serving(repeats: int) -> None:
             ]
             table.add_row(label, summary(direct), *entries)
         console.print(table)
+        for name, cpu in cpu_of.items():
+            tokens = repeats * CPU_TIME_BATCH * OUTPUT_TOKENS
+            times = (f"{role} {s / tokens * 1e6:.0f} µs" for role, s in cpu.seconds.items())
+            console.print(
+                f"CPU time of a token, batch {CPU_TIME_BATCH}, {name}: {', '.join(times)}"
+            )
         counters = llm.engine.counters
         steps = counters.iterations
         console.print(
@@ -125,14 +143,32 @@ def serving(repeats: int) -> None:
             f"scheduling between steps {counters.between_s / steps * 1e3:.2f} ms; of steps that "
             "were sent ahead little or nothing counts"
         )
-        console.print(f"idle server, stub and rank: {idle_percent(pid):.2f}% of a core")
+        console.print(f"idle server, stub and rank: {idle_percent(server.pid):.2f}% of a core")
+
+
+class CpuTime:
+    """Sums the CPU time of processes, in seconds, while it is ``counted``."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        self._processes = {role: psutil.Process(pid) for role, pid in pids.items()}
+        self.seconds = dict.fromkeys(pids, 0.0)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self._add(-1)
+        yield
+        self._add(1)
+
+    def _add(self, sign: int) -> None:
+        for role, process in self._processes.items():
+            self.seconds[role] += sign * sum(process.cpu_times()[:2])
 
 
 @contextmanager
-def engine() -> Iterator[tuple[LLM, Run]]:
+def engine(model: str) -> Iterator[tuple[LLM, Run]]:
     started = time.monotonic()
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
-    with LLM(MODEL, **OPTIONS) as llm:
+    with LLM(model, **OPTIONS) as llm:
         console.print(f"engine ready after {time.monotonic() - started:.1f} s")
 
         def run(batch: int) -> tuple[float, float]:
@@ -148,10 +184,10 @@ def engine() -> Iterator[tuple[LLM, Run]]:
 
 
 @contextmanager
-def triton(stream_interval: int) -> Iterator[tuple[int, Run]]:
-    """The server's process id, and a function whose runs the client times as it receives tokens."""
+def triton(model: str, stream_interval: int) -> Iterator[tuple[TritonServer, Run]]:
+    """The server, and a function whose runs the client times as it receives tokens."""
     started = time.monotonic()
-    config = EngineConfig().with_keys(model=MODEL, stream_interval=stream_interval, **OPTIONS)
+    config = EngineConfig().with_keys(model=model, stream_interval=stream_interval, **OPTIONS)
     with (
         tempfile.NamedTemporaryFile(suffix=".log") as log,
         TritonServer(
@@ -184,7 +220,7 @@ def triton(stream_interval: int) -> Iterator[tuple[int, Run]]:
                 reader.join()
             return rates(first, last, start_s)
 
-        yield server.pid, run
+        yield server, run
 
 
 def idle_percent(server_pid: int) -> float:
@@ -319,13 +355,18 @@ def timed_kernels() -> Iterator[dict[str, float]]:
 
 
 def main() -> int:
-    parts = {"machine": machine, "step": step, "serving": serving}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="*", help=f"of {', '.join(parts)} (default: all)")
+    parser.add_argument("part", nargs="*", help="of machine, step, serving (default: all)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", default=MODEL, help=f"what is served (default: {MODEL})")
     arguments = parser.parse_args()
+    parts: dict[str, Callable[[int], None]] = {
+        "machine": machine,
+        "step": step,
+        "serving": partial(serving, model=arguments.model),
+    }
     if unknown := set(arguments.part) - set(parts):
         parser.error(f"part: got {unknown.pop()!r}; choose from {', '.join(parts)}")
     for name, part in parts.items():

@@ -1,4 +1,5 @@
-"""Speed of the CPU kernels beside torch's own, in OPT-125M's shapes.
+"""Speed of the CPU kernels beside torch's own, in OPT-125M's shapes, and of weights in 4 bits
+beside others.
 
     python -m benchmarks.cpu_kernels                   # bfloat16 and float32, a minute or two each
     python -m benchmarks.cpu_kernels --dtype float32
@@ -19,6 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from fastserve_kernels import linear, ops
+from fastserve_kernels.weight_quantization import quantize_groups
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -26,6 +28,13 @@ from torch import Tensor
 HIDDEN, FFN, VOCAB_SIZE, LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE = 768, 3072, 50272, 12, 12, 64, 16
 IN_A_LAYER = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, FFN), (FFN, HIDDEN))
 ROWS = (1, 4, 16, 64, 512)
+# (in, out) of a layer's linears, and how many layers exceed the caches.
+QUANTIZED = {
+    "SmolLM2-135M": (((576, 960), (576, 576), (576, 3072), (1536, 576)), 30),
+    "Qwen2.5-0.5B": (((896, 1152), (896, 896), (896, 9728), (4864, 896)), 12),
+    "OPT-1.3B": (((2048, 6144), (2048, 2048), (2048, 8192), (8192, 2048)), 4),
+}
+QUANTIZED_ROWS = (1, 4, 16, 64)
 DECODES = ((1, 512), (16, 96), (16, 512), (64, 1024))
 PREFILLS = ((32, 64, 64), (1, 512, 512), (1, 2048, 2048), (1, 512, 2048))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -91,6 +100,31 @@ def linears(name: str, dtype: torch.dtype, repeats: int) -> None:
 def apply(layers: Sequence[Layer], inputs: Sequence[Tensor]) -> None:
     for layer, x in zip(layers, inputs, strict=True):
         layer(x)
+
+
+def quantized_linears(model: str, repeats: int) -> None:
+    """Linears of some layers, with weights in 4 bits, in INT8 and in bfloat16."""
+    in_a_layer, count = QUANTIZED[model]
+    shapes = in_a_layer * count
+    weights = [(torch.randn(out, size) / size**0.5).to(torch.bfloat16) for size, out in shapes]
+    in_4_bits = [
+        ops.QuantizedLinear(
+            [quantize_groups(weight, bits=4, group=64)], dtype=weight.dtype, device=weight.device
+        )
+        for weight in weights
+    ]
+    layers: dict[str, Sequence[Layer]] = {
+        "4 bits": in_4_bits,
+        "INT8": [ops.Int8Linear(weight) for weight in weights],
+        "bfloat16": [linear.PackedLinear(weight) for weight in weights],
+    }
+    num_bytes = sum(layer.nbytes for layer in in_4_bits)
+    rows = []
+    for height in QUANTIZED_ROWS:
+        x = [torch.randn(height, size).to(torch.bfloat16) for size, _ in shapes]
+        seconds = median_s({who: partial(apply, some, x) for who, some in layers.items()}, repeats)
+        rows.append((f"{height} rows", seconds, f"{num_bytes / seconds['4 bits'] / 1e9:.1f}"))
+    report(f"Linears of {count} layers of {model}, ms", rows, "4 bits, GB/s")
 
 
 def decode_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
@@ -187,6 +221,8 @@ def main() -> None:
             linears(name, DTYPES[name], arguments.repeats)
             decode_attention(name, DTYPES[name], arguments.repeats)
             prefill_attention(name, DTYPES[name], arguments.repeats)
+        for model in QUANTIZED if arguments.dtype != "float32" else ():
+            quantized_linears(model, arguments.repeats)
 
 
 if __name__ == "__main__":

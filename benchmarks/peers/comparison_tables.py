@@ -105,9 +105,7 @@ def _median(point: Mapping[str, Any], number: Callable[[Mapping[str, Any]], floa
     values = [number(run) for run in point["runs"] if run["summary"] is not None]
     if not values:
         return f"{failed} failed"
-    text = short_number(statistics.median(values))
-    if len(values) > 1:
-        text += f" [{short_number(min(values))}, {short_number(max(values))}]"
+    text = spread(values)
     return f"{text}, {failed} failed" if failed else text
 
 
@@ -117,9 +115,9 @@ def pick(summary: Report, figure: Figure) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, with the least and the most in brackets."""
-    middle, *ends = map(short_number, (statistics.median(values), min(values), max(values)))
-    return f"{middle} [{', '.join(ends)}]"
+    """The median; of several values also the least and the most, in brackets."""
+    middle, least, most = map(short_number, (statistics.median(values), min(values), max(values)))
+    return f"{middle} [{least}, {most}]" if len(values) > 1 else middle
 
 
 def times_as_fast(ours: Sequence[float], theirs: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class WorkerProcess:
             line = await asyncio.wait_for(process.stdout.readline(), _START_TIMEOUT_S)
             name = json.loads(line)["ready"]
         except (TimeoutError, ValueError, KeyError):
-            process.kill()
+            _kill(process)
             await process.wait()
             raise ConnectionFailed(f"the engine did not start; see {log_path}") from None
         return cls(process, name, log_path)
@@ -112,7 +113,7 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
-            self._process.kill()
+            _kill(self._process)
             await self._process.wait()
         await self._reading
 
@@ -124,7 +125,7 @@ class WorkerProcess:
             content = json.loads(line)
             if "error" in content:
                 reason = content["error"]
-                self._process.kill()
+                _kill(self._process)
                 break
             for number, token in content["tokens"]:
                 answer = self._answers[number]
@@ -138,3 +139,8 @@ class WorkerProcess:
         for answer in self._answers.values():
             if not answer.done.done():
                 answer.done.set_exception(ServerError(reason))
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        process.kill()

@@ -149,6 +149,7 @@ def test_steps_of_all_sizes(name: str, tmp_path: Path) -> None:
     [
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "int4"},
         {"dtype": "float32", "kv_dtype": "int8"},
     ],
 )

@@ -173,6 +173,18 @@ def test_a_rank_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
     assert not unused & loaded_modules("import fastserve_backend.worker.worker")
 
 
+def test_recording_a_step_does_not_import_torchs_compiler() -> None:
+    """That would take a second of each start, and 135 MB."""
+    program = """
+import torch
+from fastserve_kernels.cpu.recording import StepRecorder
+recorder = StepRecorder()
+with recorder.recording():
+    recorder.empty((2, 4), torch.float32)
+"""
+    assert "torch._dynamo" not in loaded_modules(program)
+
+
 # Packages of the extra "engine": a machine with the gateway or the client alone has none of them.
 ENGINE_PACKAGES = {"torch", "huggingface_hub", "tokenizers", "safetensors", "gguf", "jinja2",
                    "llguidance", "msgspec", "zmq", "platformdirs", "psutil"}  # fmt: skip

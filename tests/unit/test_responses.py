@@ -23,7 +23,7 @@ def test_a_log_probability_that_is_no_number_is_one_in_a_response(bad: float) ->
     request = decode_request(tensors, "")
     encoder = ResponseEncoder(request, "", WallClock(MonotonicClock()), TOKENS.__getitem__)
     logprobs = [TokenLogprob(7, bad, ()), TokenLogprob(8, -0.5, ())]
-    outputs = dict(encoder.encode([JobOutput("ab", (7, 8), logprobs)]))
+    outputs = dict(encoder.encode([JobOutput("ab", (7, 8), logprobs)]).more)
     assert outputs["cumulative_logprob"].tolist() == [-9999.5]
     entries = json.loads(outputs["logprobs"][0], parse_constant=pytest.fail)
     assert [entry["logprob"] for entry in entries] == [-9999.0, -0.5]

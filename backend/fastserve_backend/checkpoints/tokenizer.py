@@ -26,8 +26,7 @@ _NUM_SPECIAL = len(_SPECIALS)
 
 NO_CHAT_TEMPLATE = "the model has no chat template; send a prompt as text"
 
-_CONSONANTS = "bcdfghjklmnpqrstvwxz"
-_VOWELS = "aeiou"
+_SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
 
 
 class TokenizationError(FastServeError):
@@ -141,9 +140,8 @@ def _pseudo_word(index: int) -> bytes:
     """A word that spells `index` with syllables as digits; it has at least two."""
     word = ""
     while index or len(word) < 4:
-        index, syllable = divmod(index, len(_CONSONANTS) * len(_VOWELS))
-        consonant, vowel = divmod(syllable, len(_VOWELS))
-        word = _CONSONANTS[consonant] + _VOWELS[vowel] + word
+        index, syllable = divmod(index, len(_SYLLABLES))
+        word = _SYLLABLES[syllable] + word
     return f" {word}".encode()
 
 

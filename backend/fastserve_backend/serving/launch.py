@@ -309,7 +309,8 @@ class TritonServer:
 
 def _start_build() -> None:
     """Compile the CPU's kernels, if they are not cached, while the server starts."""
-    subprocess.Popen(
+    build = partial(
+        subprocess.run,
         [sys.executable, "-m", "fastserve_kernels.cpu.builder"],
         env=child_environment(),
         stdin=subprocess.DEVNULL,
@@ -317,6 +318,7 @@ def _start_build() -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    threading.Thread(target=build, name="kernel-build", daemon=True).start()
 
 
 def serve(server: TritonServer, on_ready: Callable[[], None] = lambda: None) -> int:

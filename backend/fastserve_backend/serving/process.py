@@ -39,6 +39,9 @@ _EXIT_TIMEOUT_S = 5.0
 _DRAIN_POLL_S = 0.05
 # For the start of the stub's interpreter; loading the model does not count.
 _STUB_TIMEOUT_S = 120
+# Triton's threads that take responses from the stub: one for each emitter, which awaits its answer.
+# With the usual 32, each response wakes another thread, whose memory is not in the core's cache.
+_RESPONSE_THREADS = 2
 _READY_POLL_S = 0.05
 _PROBE_PROMPT = "Hello"
 # A server says in the last lines of its log why it ended, but not in tables and notes.
@@ -314,4 +317,5 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}",
         f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
+        f"--backend-config=python,thread-pool-size={_RESPONSE_THREADS}",
     ]

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from fastserve_client import protocol
@@ -40,6 +40,15 @@ class WallClock:
         return int(engine_time_s * _NS_PER_S) + self._offset_ns
 
 
+class Response(NamedTuple):
+    """What a response says."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    more: Tensors
+    """Outputs that not every response has."""
+
+
 class ResponseEncoder:
     """Builds the responses of one request, in order.
 
@@ -61,22 +70,19 @@ class ResponseEncoder:
         self._token_bytes = token_bytes
         self._cumulative_logprob = 0.0
 
-    def encode(self, outputs: Sequence[JobOutput]) -> Tensors:
+    def encode(self, outputs: Sequence[JobOutput]) -> Response:
         """One response with all of ``outputs``; the last of them may end the job."""
         request = self._request
-        text = self._prompt + "".join(output.text for output in outputs)
+        text = self._prompt + "".join([output.text for output in outputs])
         self._prompt = ""
-        token_ids = [token for output in outputs for token in output.token_ids]
-        tensors: Tensors = [
-            (protocol.TEXT_OUTPUT, _strings(text)),
-            (protocol.OUTPUT_IDS, np.array(token_ids, np.int32)),
-        ]
+        token_ids = tuple([token for output in outputs for token in output.token_ids])
+        tensors: Tensors = []
         last = outputs[-1]
         # Values of the whole request come once, at its end: each tensor of a response costs server,
         # stub and client tens of microseconds a token.
         if last.finish_reason is not None:
             if request.return_finish_reason:
-                tensors.append((protocol.FINISH_REASON, _strings(last.finish_reason.value)))
+                tensors.append((protocol.FINISH_REASON, strings(last.finish_reason.value)))
             assert last.stats is not None
             if request.return_num_input_tokens:
                 tensors.append((protocol.NUM_INPUT_TOKENS, _count(last.stats.num_input_tokens)))
@@ -89,7 +95,7 @@ class ResponseEncoder:
             self._add_logprobs(tensors, logprobs)
         if request.return_perf_metrics and last.stats is not None:
             tensors += self._perf_metrics(last.stats)
-        return tensors
+        return Response(text, token_ids, tensors)
 
     def _add_logprobs(self, tensors: Tensors, logprobs: list[TokenLogprob]) -> None:
         self._cumulative_logprob += sum(_finite(entry.logprob) for entry in logprobs)
@@ -99,7 +105,7 @@ class ResponseEncoder:
         if self._request.return_logprobs:
             entries = [self._logprob_entry(entry) for entry in logprobs]
             text = json.dumps(entries, ensure_ascii=False)
-            tensors.append((protocol.LOGPROBS_OUTPUT, _strings(text)))
+            tensors.append((protocol.LOGPROBS_OUTPUT, strings(text)))
 
     def _logprob_entry(self, entry: TokenLogprob) -> dict[str, Any]:
         described = self._token(entry.token_id, entry.logprob)
@@ -140,5 +146,6 @@ def _count(number: int) -> NDArray[Any]:
     return np.array([number], np.uint32)
 
 
-def _strings(text: str) -> NDArray[Any]:
+def strings(text: str) -> NDArray[Any]:
+    """A tensor of one text."""
     return np.array([text.encode("utf-8")], dtype=np.object_)

@@ -18,23 +18,21 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 
 from fastserve_backend.job import FinishReason, JobOutput
-from fastserve_backend.serving.responses import ResponseEncoder, Tensors
+from fastserve_backend.serving.responses import ResponseEncoder
+from fastserve_backend.serving.tensors import TensorMaker
 
 logger = logging.getLogger(__name__)
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# The blocks of a cancelled job must be free within 250 ms, including the running iteration.
-_MIN_POLL_INTERVAL_S = 0.1
-_MAX_POLL_INTERVAL_S = 0.15
-# Polling one sender is a message to the server and back: 40 µs. With this interval all polls take
-# less than a twentieth of a core, until the maximum interval is reached.
-_POLL_INTERVAL_PER_STREAM_S = 0.0008
+# The blocks of a cancelled job must be free within 250 ms, including the running iteration. Polling
+# one sender is a message to the server and back: 40 µs.
+_POLL_INTERVAL_S = 0.15
 _POLLS_AT_ONCE = 64
 # Tokens wait so long at most for others that are sent with them; the next poll then sends them.
 _MOST_HELD_S = 0.2
@@ -92,10 +90,9 @@ class ResponseChannel:
     def is_cancelled(self) -> bool:
         return self._sender.is_cancelled()
 
-    def send(self, tensors: Tensors, *, ends: bool) -> None:
-        response = pb_utils.InferenceResponse(
-            output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors]
-        )
+    def send(self, tensors: Sequence[Any], *, ends: bool) -> None:
+        """Send Triton's tensors as one response."""
+        response = pb_utils.InferenceResponse(tensors)
         if ends:
             self.finished = True
             self._sender.send(response, flags=_FINAL)
@@ -238,7 +235,7 @@ class ResponseStream(RequestStream):
                 outputs.append(output)
         if outputs and (self._error is None or not self._is_whole):
             ends = outputs[-1].finish_reason is not None
-            self._channel.send(self._encoder.encode(outputs), ends=ends)
+            self._channel.send(self._emitter.tensors.make(self._encoder.encode(outputs)), ends=ends)
         if self._error is not None:
             self._channel.fail_if_may(self._error)
 
@@ -284,6 +281,8 @@ class Emitter:
                 at once.
         """
         self._on_end = on_end
+        self.tensors = TensorMaker()
+        """For this emitter's thread alone."""
         self._inbox: queue.SimpleQueue[RequestStream | None] = queue.SimpleQueue()
         self._active: set[RequestStream] = set()
         self._num_calls = 0
@@ -299,6 +298,7 @@ class Emitter:
         """End the thread once all that was handed over is sent."""
         self._inbox.put(None)
         self._thread.join()
+        self.tensors.forget()
 
     @property
     def num_active(self) -> int:
@@ -325,7 +325,7 @@ class Emitter:
                 pass
             if not unpolled and time.monotonic() >= next_round_s:
                 unpolled = list(self._active)
-                next_round_s = time.monotonic() + self._poll_interval_s()
+                next_round_s = time.monotonic() + _POLL_INTERVAL_S
             for stream in unpolled[-_POLLS_AT_ONCE:]:
                 self._guarded(stream, stream.poll)
             del unpolled[-_POLLS_AT_ONCE:]
@@ -349,7 +349,3 @@ class Emitter:
             self._on_end()
         else:
             self._active.add(stream)
-
-    def _poll_interval_s(self) -> float:
-        wanted = len(self._active) * _POLL_INTERVAL_PER_STREAM_S
-        return min(max(wanted, _MIN_POLL_INTERVAL_S), _MAX_POLL_INTERVAL_S)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import msgspec
-import numpy as np
+import triton_python_backend_utils as pb_utils
 from fastserve_client import protocol
 from fastserve_client.engine_state import EngineState
 
-from fastserve_backend.serving.responses import Tensors
+from fastserve_backend.serving.responses import strings
 from fastserve_backend.serving.streaming import (
     Emitter,
     RequestStream,
@@ -45,7 +45,8 @@ class WatchStream(RequestStream):
         state, self._state = self._state, None
         ends = self._ended or time.monotonic() >= self._limit_s
         if state is not None:
-            self._channel.send(_tensors(state), ends=ends)
+            text = msgspec.json.encode(state).decode()
+            self._channel.send([pb_utils.Tensor(protocol.ENGINE_STATE, strings(text))], ends=ends)
         elif ends:
             self._channel.end()
         if self.finished and self._cancel is not None:
@@ -55,7 +56,3 @@ class WatchStream(RequestStream):
         if self._cancel is not None and self._channel.is_cancelled():
             self._cancel()
             self._channel.fail(cancelled_error())
-
-
-def _tensors(state: EngineState) -> Tensors:
-    return [(protocol.ENGINE_STATE, np.array([msgspec.json.encode(state)], np.object_))]

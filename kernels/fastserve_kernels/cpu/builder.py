@@ -36,7 +36,7 @@ AMX_FLAG = "-DFASTSERVE_AMX"
 """Enables AMX instructions, if the compiler knows them and the processor has them."""
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 COMPILE_TIMEOUT_S = 300
-"""A build takes about 10 s on an idle core. This limit allows for a badly overloaded machine."""
+"""A build takes about 20 s on an idle core. This limit allows for a badly overloaded machine."""
 _WORK_PREFIX = "build-"
 
 

@@ -28,8 +28,6 @@ class QuantizedPanels:
 
     pieces: Tensor
     panels: tuple[Tensor, ...]
-    shape: tuple[int, int]
-    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
@@ -48,8 +46,6 @@ def pack(
     return QuantizedPanels(
         pieces=torch.stack([piece for piece, _ in packed]),
         panels=tuple(panels for _, panels in packed),
-        shape=(sum(weight.shape[0] for weight in weights), weights[0].shape[1]),
-        dtype=dtype,
     )
 
 

@@ -6,6 +6,7 @@ not executed. So everything that decides which operations there are must be the 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,12 +36,14 @@ class _Region:
     """Memory of a tensor. ``value``: the number of the input that it stands for, or None."""
 
     memory: Bytes
+    start: int
     row_bytes: int
     value: int | None = None
 
-    @property
-    def start(self) -> int:
-        return self.memory.ctypes.data
+    @classmethod
+    def of(cls, rows: int, row_bytes: int, value: int | None = None) -> _Region:
+        memory = _allocate(rows * row_bytes)
+        return cls(memory, memory.ctypes.data, row_bytes, value)
 
 
 class StepRecorder:
@@ -77,11 +80,11 @@ class StepRecorder:
 
     def input(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Name an input, whose address is a value of each run. Returns a placeholder for it."""
-        memory = _allocate(int(np.prod(shape)) * dtype.itemsize)
-        row_bytes = len(memory) // shape[0]
-        self._regions.append(_Region(memory, row_bytes, self._num_values))
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        region = _Region.of(shape[0], row_bytes, self._num_values)
+        self._regions.append(region)
         self._num_values += 1
-        return torch.from_numpy(memory).view(dtype).view(shape)
+        return torch.from_numpy(region.memory).view(dtype).view(shape)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -125,12 +128,12 @@ class StepRecorder:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory is used again when no tensor refers to it any more: by tensors of equal rows, so
         that a thread that is ahead of others within its rows overwrites no others."""
-        row_bytes = int(np.prod(shape[1:])) * dtype.itemsize
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
         free = self._free[shape[0], row_bytes]
         if free:
             region = free.pop()
         else:
-            region = _Region(_allocate(shape[0] * row_bytes), row_bytes)
+            region = _Region.of(shape[0], row_bytes)
             self._regions.append(region)
         memory = region.memory[:]  # a new object, which lives as long as the tensor's storage
         finalize(memory, free.append, region)
@@ -198,6 +201,12 @@ def _allocate(size: int) -> Bytes:
 
 class _ViewsOnly(TorchDispatchMode):
     """Lets torch make views of tensors, and nothing else."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler need not know of this mode. To tell it, torch would import it, which
+        takes a second."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:

@@ -374,8 +374,9 @@ extern "C" void fs_pack_quantized(int64_t dtype, const void* piece, const void* 
     using Bytes = const uint8_t*;
     with_type(dtype, [&](auto type) {
         Piece<decltype(type)>(*(const StoredPiece*)piece, in)
-            .pack((Bytes)codes, in, stride, (Bytes)scale, (Bytes)scale_step, (Bytes)offset,
-                  (Bytes)offset_step, (uint8_t*)panels);
+            .pack({(Bytes)codes, stride, (Bytes)scale, (Bytes)scale_step, (Bytes)offset,
+                   (Bytes)offset_step},
+                  in, (uint8_t*)panels);
     });
 }
 

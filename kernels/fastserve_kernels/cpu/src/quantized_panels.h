@@ -1,7 +1,7 @@
 // Panels of weights of few bits, in several formats: codes, and numbers that groups of them share.
-// They are widened to the panel's type a few steps at a time, into the first-level cache. An element is
-// scale * (code - center) + offset, computed in fp32, in which the product is rounded too, and then
-// rounded to the panel's type.
+// They are widened to the panel's type a few steps at a time, into the first-level cache, or, for few
+// rows, into registers. An element is scale * (code - center) + offset, computed in fp32, in which the
+// product is rounded too, and then rounded to the panel's type.
 //
 // A panel is a run of superblocks, each of which has the numbers of its groups and then their codes:
 //
@@ -23,7 +23,8 @@ namespace fastserve {
 constexpr int64_t BLOCK = 16;       // neighbours of a column
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
-constexpr int64_t AHEAD = 4096;     // bytes that are fetched ahead
+// So far ahead memory is fetched: what a core reads while it waits for it.
+constexpr int64_t AHEAD = 4096;  // bytes
 
 // How numbers are stored. The Python side passes these.
 enum Numbers : int64_t { kNoNumbers = 0, kHalf = 1, kBrainHalf = 2, kSingle = 3, kByte = 4 };
@@ -241,42 +242,20 @@ class Piece {
     const uint8_t* panel(int64_t number) const { return stored_.panels + number * panel_bytes_; }
 
     // codes [out, in], rows contiguous; numbers [out, groups] and steps [out, superblocks], contiguous.
-    void pack(const uint8_t* codes, int64_t in, int64_t stride, const uint8_t* scale,
-              const uint8_t* scale_step, const uint8_t* offset, const uint8_t* offset_step,
-              uint8_t* panels) const {
-        const StoredPiece& stored = stored_;
-        const int64_t groups = stored.group == in ? 1 : in / stored.group;
-        const int64_t superblocks = groups / stored.groups_of_step, count = this->panels();
+    struct Source {
+        const uint8_t* codes;
+        int64_t stride;
+        const uint8_t *scale, *scale_step, *offset, *offset_step;
+    };
+
+    void pack(const Source& source, int64_t in, uint8_t* panels) const {
+        const int64_t count = this->panels();
 #pragma omp parallel for
         for (int64_t p = 0; p < count; ++p) {
             uint8_t* const panel = panels + p * panel_bytes_;
             std::memset(panel, 0, panel_bytes_);
-            for (int64_t n = 0; n < std::min<int64_t>(PAIR, stored.out - p * PAIR); ++n) {
-                const int64_t row = p * PAIR + n;
-                const auto copy = [&](int64_t kind, const uint8_t* from, uint8_t* to) {
-                    const int64_t size = bytes_of(kind);
-                    std::memcpy(to + place_of_number<T>(n) * size, from, size);
-                };
-                for (int64_t i = 0; i < superblocks; ++i) {
-                    const int64_t from = row * superblocks + i;
-                    uint8_t* const to = panel + i * superblock_bytes_;
-                    if (stored.scale_step)
-                        copy(stored.scale_step, scale_step + from * bytes_of(stored.scale_step), to);
-                    if (stored.offset_step)
-                        copy(stored.offset_step, offset_step + from * bytes_of(stored.offset_step),
-                             to + PAIR * bytes_of(stored.scale_step));
-                }
-                for (int64_t g = 0; g < groups; ++g) {
-                    const int64_t from = row * groups + g;
-                    const Group group = group_of(panel, g);
-                    copy(stored.scale, scale + from * bytes_of(stored.scale), (uint8_t*)group.scale);
-                    if (stored.offset)
-                        copy(stored.offset, offset + from * bytes_of(stored.offset),
-                             (uint8_t*)group.offset);
-                }
-                for (int64_t k = 0; k < in; ++k)
-                    put(panel, n, k, codes[row * stride + k]);
-            }
+            for (int64_t n = 0; n < std::min<int64_t>(PAIR, stored_.out - p * PAIR); ++n)
+                with_codes([&](auto codes) { pack_column<codes>(source, p * PAIR + n, in, panel, n); });
         }
     }
 
@@ -320,36 +299,55 @@ class Piece {
     bool is_plain() const { return stored_.codes == kPlain; }
 
    private:
-    struct Group {
-        const uint8_t *scale_step, *offset_step, *scale, *offset, *codes;
-    };
-
-    Group group_of(const uint8_t* panel, int64_t group) const {
-        const int64_t i = group % stored_.groups_of_step;
-        const uint8_t* const head = panel + group / stored_.groups_of_step * superblock_bytes_;
-        return {head, head + scale_step_bytes_, head + steps_bytes_ + i * scale_bytes_,
-                head + offsets_at_ + i * offset_bytes_,
-                head + head_bytes_ + i * group_blocks_ * block_bytes_};
+    // Into a panel of zeros.
+    template <int64_t CODES>
+    void pack_column(const Source& source, int64_t row, int64_t in, uint8_t* panel, int64_t n) const {
+        const auto copy = [&](int64_t kind, const uint8_t* from, int64_t number, uint8_t* to) {
+            const int64_t size = bytes_of(kind);
+            if (size) std::memcpy(to + place_of_number<T>(n) * size, from + number * size, size);
+        };
+        const int64_t of_step = stored_.groups_of_step, groups = in / stored_.group;
+        const uint8_t* const codes = source.codes + row * source.stride;
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t i = g % of_step, number = row * groups + g;
+            uint8_t* const head = panel + g / of_step * superblock_bytes_;
+            if (i == 0) {
+                const int64_t step = row * (groups / of_step) + g / of_step;
+                copy(stored_.scale_step, source.scale_step, step, head);
+                copy(stored_.offset_step, source.offset_step, step, head + scale_step_bytes_);
+            }
+            copy(stored_.scale, source.scale, number, head + steps_bytes_ + i * scale_bytes_);
+            copy(stored_.offset, source.offset, number, head + offsets_at_ + i * offset_bytes_);
+            uint8_t* block = head + head_bytes_ + i * group_blocks_ * block_bytes_;
+            const int64_t end = (g + 1) * stored_.group;
+            for (int64_t k = g * stored_.group; k < end; k += BLOCK, block += block_bytes_)
+                for (int64_t j = 0; j < std::min(BLOCK, end - k); ++j)
+                    pack_code<CODES>(block, n, j, codes[k + j]);
+        }
     }
 
-    // Into a panel of zeros.
-    void put(uint8_t* panel, int64_t column, int64_t k, uint8_t code) const {
-        const int64_t block = k / BLOCK, step = k % BLOCK / Dot<T>::DEPTH;
+    // The code of a column's k-th element, into a block of zeros.
+    template <int64_t CODES>
+    static void pack_code(uint8_t* block, int64_t column, int64_t k, uint8_t code) {
         const int lane = place_of_element<T>(column, k % Dot<T>::DEPTH);
-        const int64_t n = step * Lanes<T>::OF_STEP + lane / W;
-        uint8_t* const at = (uint8_t*)group_of(panel, block / group_blocks_).codes +
-                            block % group_blocks_ * block_bytes_ + lane % W * 4;
-        const auto add = [&](int64_t plane, uint32_t bits) {
+        const int n = (int)(k / Dot<T>::DEPTH) * Lanes<T>::OF_STEP + lane / W;
+        const auto add = [&](int plane, uint32_t bits) {
+            uint8_t* const at = block + plane * PLANE + lane % W * 4;
             uint32_t word;
-            std::memcpy(&word, at + plane * PLANE, 4);
+            std::memcpy(&word, at, 4);
             word |= bits;
-            std::memcpy(at + plane * PLANE, &word, 4);
+            std::memcpy(at, &word, 4);
         };
-        if (stored_.codes >= k8Bits) return add(n / 4, (uint32_t)code << n % 4 * 8);
-        add(n / 8, (code & 0xfu) << n % 8 * 4);
-        if (stored_.codes == k4Bits) return;
-        const int64_t bits = stored_.codes - 4, of_plane = 32 / bits;
-        add(4 + n / of_plane, (uint32_t)(code >> 4) << (n % of_plane * bits + 4) % 32);
+        if constexpr (CODES >= k8Bits) {
+            add(n / 4, (uint32_t)code << n % 4 * 8);
+        } else {
+            add(n / 8, (code & 0xfu) << n % 8 * 4);
+            constexpr int BITS = CODES - k4Bits;
+            if constexpr (BITS > 0) {
+                constexpr int OF_PLANE = 32 / BITS;
+                add(4 + n / OF_PLANE, (uint32_t)(code >> 4) << (n % OF_PLANE * BITS + 4) % 32);
+            }
+        }
     }
 
     // How an offset is added to the product of scale and code.

@@ -24,7 +24,7 @@ FORMATS = ("Q4_1", "4 bits, groups of 128", "Q4_K", "Q6_K", "FP8, blocks of 128"
 def run(context: Context) -> None:
     rate, _ = read_rate(context.device)
     out, size = (64, 256) if context.tiny else (OUT, IN)
-    counts = (3,) if context.tiny else ROWS
+    counts = (1, 64) if context.tiny else ROWS
     dense = _dense_times(context, out, size, counts)
     for name in FORMATS:
         linears = [_linear(name, out, size, context.device.torch_device)]

@@ -100,7 +100,7 @@ LAYERS: list[tuple[str, list[tuple[_Make, int]], int, str]] = [
     ("Q4_0 of large numbers", [(_q4_0_of_large_numbers, 70)], 160, "bias"),
     ("AWQ", [(_awq, 70)], 192, "bias"),
     ("GPTQ in parts", [(_gptq, 40), (_gptq, 24)], 192, "bias"),
-    ("Q4_K", [(_q4_k, 66)], 256, "none"),
+    ("Q4_K in whole tiles", [(_q4_k, 128)], 256, "none"),
     ("Q6_K", [(_q6_k, 66)], 256, "bias"),
     ("Q8_0", [(_q8_0, 33)], 224, "bias"),
     ("FP8 by block", [(_float8_by_block, 70)], 384, "bias and ReLU"),

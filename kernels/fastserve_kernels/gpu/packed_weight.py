@@ -104,7 +104,7 @@ class PackedWeight:
                 offsets = None
         out_features = len(words)
         words = F.pad(words, (0, 0, 0, -out_features % ROWS_MULTIPLE))
-        return cls(layout, words, scales.contiguous(), offsets, out_features, in_features)
+        return cls(layout, words, scales, offsets, out_features, in_features)
 
     @property
     def nbytes(self) -> int:
@@ -159,11 +159,12 @@ def _offsets(weight: QuantizedWeight) -> Tensor:
 
 
 def _by_group(numbers: Tensor, layout: Layout, in_features: int) -> Tensor:
-    """``[out, groups]`` of any groups -> ``[groups, out]`` of the layout's, padded."""
+    """``[out, groups]`` of any groups -> ``[groups, out]`` of the layout's, padded, contiguous."""
     columns = -(-in_features // COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE
     whole = numbers.shape[1] * layout.group
     times = columns // whole if numbers.shape[1] == 1 else in_features // whole
-    numbers = numbers.repeat_interleave(times, 1).t()
+    # `F.pad` keeps the order in memory where it adds nothing.
+    numbers = numbers.repeat_interleave(times, 1).t().clone(memory_format=torch.contiguous_format)
     more_groups = columns // layout.group - len(numbers)
     return F.pad(numbers, (0, -numbers.shape[1] % ROWS_MULTIPLE, 0, more_groups))
 
@@ -224,11 +225,12 @@ def _dequantize_rows(
     block = tl.program_id(1)
     inner = tl.arange(0, BLOCK_WORDS)
     has_row = row < count
-    source = (start + row).to(tl.int64) if ids is None else tl.load(ids + row, has_row, other=0)
-    codes = tl.load(
-        words + source[:, None] * row_words + block * BLOCK_WORDS + inner[None, :],
-        has_row[:, None], other=0,
-    )  # fmt: skip
+    # A tile's rows after the last stand for row 0, as words and numbers may end before them.
+    if ids is None:
+        source = tl.where(has_row, start + row, 0).to(tl.int64)
+    else:
+        source = tl.load(ids + row, has_row, other=0)
+    codes = tl.load(words + source[:, None] * row_words + block * BLOCK_WORDS + inner[None, :])
     for place in tl.static_range(32 // BITS):
         begin = block * (32 // BITS * BLOCK_WORDS) + place * BLOCK_WORDS
         if place * BLOCK_WORDS % GROUP == 0:

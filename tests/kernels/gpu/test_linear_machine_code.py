@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
 from ahead_of_time import CompiledKernel, Launch, compile_launches
+from fastserve_kernels.gpu.int8_linear import MOST_ROWS
 
-ROWS = (1, 16, 17, 64, 65, 2048)
+ROWS = (1, 16, 17, 64, 65, MOST_ROWS)
 CASES = list(
     product((80, 90), ("bfloat16", "float16", "float32"), ROWS, ((5120, 20480), (768, 768)))
 )
@@ -43,16 +45,15 @@ GROUPED_LAUNCHES = [
 MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, list[CompiledKernel]]:
-    launches = [*LAUNCHES, *GROUPED_LAUNCHES]
-    kernels = compile_launches(launches)
-    return {str(launch): found for launch, found in zip(launches, kernels, strict=True)}
+@cache
+def compiled(architecture: int) -> dict[str, list[CompiledKernel]]:
+    launches = [one for one in (*LAUNCHES, *GROUPED_LAUNCHES) if one.architecture == architecture]
+    return dict(zip(map(str, launches), compile_launches(launches), strict=True))
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=map(str, LAUNCHES))
-def test_machine_code(compiled: dict[str, list[CompiledKernel]], launch: Launch) -> None:
-    (kernel,) = compiled[str(launch)]
+def test_machine_code(launch: Launch) -> None:
+    (kernel,) = compiled(launch.architecture)[str(launch)]
     what = f"{kernel.registers} registers, {kernel.shared_bytes} bytes, {dict(kernel.instructions)}"
     rows, is_narrow = int(launch.arguments["rows"]), launch.arguments["dtype"] != "float32"
     assert kernel.stack_bytes == 0, what
@@ -67,8 +68,8 @@ def test_machine_code(compiled: dict[str, list[CompiledKernel]], launch: Launch)
 
 
 @pytest.mark.parametrize("launch", GROUPED_LAUNCHES, ids=map(str, GROUPED_LAUNCHES))
-def test_machine_code_of_groups(compiled: dict[str, list[CompiledKernel]], launch: Launch) -> None:
-    (kernel,) = compiled[str(launch)]
+def test_machine_code_of_groups(launch: Launch) -> None:
+    (kernel,) = compiled(launch.architecture)[str(launch)]
     what = f"{kernel.registers} registers, {kernel.shared_bytes} bytes, {dict(kernel.instructions)}"
     assert kernel.stack_bytes == 0, what
     assert kernel.count("LDL", "STL") == 0, what
@@ -78,13 +79,11 @@ def test_machine_code_of_groups(compiled: dict[str, list[CompiledKernel]], launc
     assert kernel.shared_bytes <= MOST_SHARED_BYTES[launch.architecture], what
 
 
-def test_steps_of_all_sizes_take_what_was_compiled_at_the_start(
-    compiled: dict[str, list[CompiledKernel]],
-) -> None:
+def test_steps_of_all_sizes_take_what_was_compiled_at_the_start() -> None:
     """Each layer and architecture has one variant for each choice of parameters, and no more."""
     for architecture, dtype, sizes in product((80, 90), ("bfloat16",), ((5120, 20480),)):
         variants = {
-            compiled[str(launch)][0].variant
+            compiled(launch.architecture)[str(launch)][0].variant
             for launch, case in zip(LAUNCHES, CASES, strict=True)
             if case[0] == architecture and case[1] == dtype and case[3] == sizes
         }

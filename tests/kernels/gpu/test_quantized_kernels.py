@@ -6,6 +6,7 @@ import pytest
 import torch
 from case_shapes import but_dtype
 from fastserve_kernels import ops
+from fastserve_kernels.gpu.packed_weight import Layout, PackedWeight
 from fastserve_kernels.quantized_weight import GroupNumbers, QuantizedWeight
 from kernel_cases import Case
 from quantized_cases import cases
@@ -17,6 +18,18 @@ from triton import knobs
 def test_case(case: Case, kernel_device: torch.device) -> None:
     for comparison in case.run(kernel_device):
         assert comparison.error <= comparison.limit, comparison.what
+
+
+def test_rows_from_anywhere_are_widened(kernel_device: torch.device) -> None:
+    """The last tile has rows past the end, whose numbers must not be read."""
+    numbers = [GroupNumbers(torch.rand(128, 2).bfloat16()) for _ in range(2)]
+    codes = torch.randint(0, 16, (128, 128)).to(torch.uint8)
+    weight = QuantizedWeight("INT4", codes, 4, 64, *numbers)
+    layout = Layout.of(weight)
+    assert layout is not None
+    packed = PackedWeight.of([weight], layout, kernel_device)
+    found = packed.dequantized(torch.float32, slice(100, 128))
+    torch.testing.assert_close(found.cpu(), weight.dequantized(torch.float32)[100:])
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -19,6 +19,7 @@ import zmq
 from fastserve_backend import SamplingParams
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor import rank_processes
+from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.executor.rank_processes import RankProcesses
 from fastserve_backend.job import JobOutput
 from hosts import listening
@@ -208,15 +209,16 @@ def test_what_the_system_does_not_let_start_leaves_nothing_behind(
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_before_a_rank_starts(
+def test_what_cannot_be_divided_is_refused_before_ranks_build_it(
     keys: dict[str, Any], message: str, small_opt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Their processes may have started: they import torch while the engine reads the model."""
     from fastserve_backend import LLM
 
     def refuse(*arguments: object) -> None:
-        raise AssertionError("a rank was started")
+        raise AssertionError("ranks were told to build a model")
 
-    monkeypatch.setattr(rank_processes.RankProcesses, "start", refuse)
+    monkeypatch.setattr(DistributedExecutor, "start", refuse)
     with pytest.raises(ConfigError, match=message):
         LLM(str(small_opt), load_format="dummy", **keys)
 

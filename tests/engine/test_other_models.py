@@ -22,6 +22,8 @@ NUM_TOKENS = 200
 CHUNK = 48
 SWITCH = 150
 """Longer contexts of phi3_long have another rotation."""
+CAPPED_TIE = 1e-5
+"""Soft caps bring large logits so near to each other that the rounding of tanh decides."""
 # With these each part of a layer runs that a family may have.
 FIRST = ("gpt_neox", "cohere2", "gemma2_capped", "gpt_oss", "olmo2", "phi3_long", "smollm3_windows")
 SHAPE: dict[str, Any] = {
@@ -95,7 +97,9 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == NUM_TOKENS
         logits = logits_of(reference, prompt + answer, SWITCH if name == "phi3_long" else None)
-        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+        logits = logits[len(prompt) - 1 : -1]
+        lost = logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert lost.max() <= (CAPPED_TIE if "capped" in name else 0.0), lost.max()
 
 
 @torch.inference_mode()

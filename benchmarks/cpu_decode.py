@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.checkpoints.load_config import builtin_names
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.serving.launch import TritonServer
@@ -50,7 +51,6 @@ GROUP = 4
 """Tokens in a response of the second server."""
 ENGINE = "through the engine"
 OPTIONS: dict[str, Any] = {
-    "load_format": "dummy",
     "dtype": "bfloat16",
     "max_num_seqs": 32,
     "prefix_caching": False,  # the prompts are the same in each run
@@ -58,6 +58,12 @@ OPTIONS: dict[str, Any] = {
 CONTEXT = PROMPT_TOKENS + OUTPUT_TOKENS // 2  # of the average decode step
 
 console = Console(width=100)
+
+
+def options(model: str) -> dict[str, Any]:
+    """Built-in names have no weights."""
+    load_format = "dummy" if model in builtin_names() else "auto"
+    return {"load_format": load_format, **OPTIONS}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -168,7 +174,7 @@ class CpuTime:
 def engine(model: str) -> Iterator[tuple[LLM, Run]]:
     started = time.monotonic()
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
-    with LLM(model, **OPTIONS) as llm:
+    with LLM(model, **options(model)) as llm:
         console.print(f"engine ready after {time.monotonic() - started:.1f} s")
 
         def run(batch: int) -> tuple[float, float]:
@@ -187,7 +193,9 @@ def engine(model: str) -> Iterator[tuple[LLM, Run]]:
 def triton(model: str, stream_interval: int) -> Iterator[tuple[TritonServer, Run]]:
     """The server, and a function whose runs the client times as it receives tokens."""
     started = time.monotonic()
-    config = EngineConfig().with_keys(model=model, stream_interval=stream_interval, **OPTIONS)
+    config = EngineConfig().with_keys(
+        model=model, stream_interval=stream_interval, **options(model)
+    )
     with (
         tempfile.NamedTemporaryFile(suffix=".log") as log,
         TritonServer(
@@ -271,7 +279,8 @@ def shortest_s(call: Callable[[], Any], repeats: int) -> float:
 
 
 def step(repeats: int) -> None:
-    """Where a rank's time goes: one decode step in this process, every kernel call timed."""
+    """Where a rank's time goes: one decode step in this process, recorded as in serving, and as
+    Python code, with every kernel call timed."""
     import torch
     from fastserve_backend.checkpoints.load_config import load_model_config
     from fastserve_backend.models.loader import load_model
@@ -285,21 +294,32 @@ def step(repeats: int) -> None:
     kv = allocate_kv(config, device, 16, max(BATCHES) * 8, 0.9)
     kv.zero_()
     limits = StepLimits(max(BATCHES), max(BATCHES), config.max_model_len)
-    runner = ModelRunner(load_model(config, device), config, kv, device, limits)
+    model = load_model(config, device)
+    recorded, python = (
+        ModelRunner(model, config, kv, device, limits, may_record=may_record)
+        for may_record in (True, False)
+    )
     table = Table(title=f"One decode step in the rank, context {CONTEXT}, ms", title_justify="left")
     table.add_column("")
     columns = []
     for batch in BATCHES:
         message = decode_step(batch)
+        runs = repeats * 10
+
+        def mean_s(runner: ModelRunner, message: Step = message, runs: int = runs) -> float:
+            return statistics.mean(compute_s(runner.run(message)) for _ in range(runs))
+
+        mean_s(recorded)
+        in_one_call_s = mean_s(recorded)
         with timed_kernels() as spent:
-            for _ in range(3):
-                runner.run(message)
+            mean_s(python)
             spent.clear()
-            runs = repeats * 10
-            totals = [compute_s(runner.run(message)) for _ in range(runs)]
+            total = mean_s(python)
             parts = {name: seconds / runs for name, seconds in spent.items()}
-        total = statistics.mean(totals)
-        columns.append({"whole step": total, **parts, "the rest": total - sum(parts.values())})
+        rest = {"the rest": total - sum(parts.values())}
+        columns.append(
+            {"whole step": in_one_call_s, "whole step, as Python code": total, **parts, **rest}
+        )
         table.add_column(f"batch {batch}", justify="right")
     for name in columns[0]:
         table.add_row(name, *(f"{column.get(name, 0.0) * 1e3:.2f}" for column in columns))

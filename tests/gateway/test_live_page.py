@@ -202,11 +202,13 @@ def test_stop_cancels_the_job_on_the_server(
         assert "no chat template" in page.text("chat-note")
         page.driver.execute_script("document.getElementById('chat-stop').click()")
         page.until(lambda: not page.is_writing())
-        return page.text("chat-note") == "stopped"
+        if page.text("chat-note") != "stopped":
+            return False
+        wait_until_idle(endpoints)
+        return ended_jobs(endpoints.metrics_url, "cancelled") == before + 1
 
     page.until(is_stopped)
     assert page.driver.find_element(By.CSS_SELECTOR, ".message.user").text == "<b>Hello</b>"
-    wait_for(lambda: ended_jobs(endpoints.metrics_url, "cancelled") == before + 1, DEADLINE_S)
     wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
     # The console shows only the refusal that led to the prompt.
     assert all("/v1/chat/completions" in line and "400" in line for line in page.errors())

@@ -186,12 +186,14 @@ def paged_prefill(
     return out
 
 
-def lookup_rows(table: Tensor, ids: Tensor) -> Tensor:
+def lookup_rows(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:
     """Rows of a table: table [N, n], contiguous, and ids int64 [T], contiguous -> [T, n].
 
-    ids: within the table; -1 is its last row, and so on.
+    ids: within the table; first - 1 is its last row, and so on.
+    first: the id of the first row.
     """
-    return (compiled_for(table) or plain_torch).lookup_rows(table, ids, None)
+    kernels = compiled_for(table) or plain_torch
+    return kernels.lookup_rows(table, ids, first, is_whole=True)
 
 
 def lookup_part(table: Tensor, ids: Tensor, first: int) -> Tensor:
@@ -200,7 +202,8 @@ def lookup_part(table: Tensor, ids: Tensor, first: int) -> Tensor:
     table: [N, n], contiguous, the rows [first, first + N).
     ids: int64 [T], contiguous, of the whole table.
     """
-    return (compiled_for(table) or plain_torch).lookup_rows(table, ids, first)
+    kernels = compiled_for(table) or plain_torch
+    return kernels.lookup_rows(table, ids, first, is_whole=False)
 
 
 def take_columns(x: Tensor, columns: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class QuantizedLinear:
         self.nbytes: int
         """Memory of the weights, in bytes."""
         self._apply: Callable[[Tensor], Tensor]
-        self._rows: Callable[[Tensor, int], Tensor]
+        self._rows: Callable[[Tensor, int | None], Tensor]
         if uses_triton(device):
             self.path = "triton"
             self._load(weights, bias, relu, dtype, device)
@@ -73,10 +73,11 @@ class QuantizedLinear:
         """x [T, in] of `dtype` -> [T, out], contiguous. T may be 0."""
         return self._apply(x)
 
-    def rows(self, ids: Tensor, first: int = 0) -> Tensor:
+    def rows(self, ids: Tensor, first: int | None = None) -> Tensor:
         """Dequantized rows of W, as an embedding looks them up: ids int64 [T] -> [T, in].
 
-        first: the id of the first row. Ids of no row give zeros.
+        first: the id of the first row. Ids of no row give zeros. None: all ids are those of rows,
+            from 0 on.
         """
         return self._rows(ids, first)
 
@@ -96,9 +97,9 @@ class QuantizedLinear:
                 x = x.contiguous()
             return kernels.quantized_linear(x, panels.pieces, bias, self.out_features, relu)
 
-        def rows(ids: Tensor, first: int) -> Tensor:
+        def rows(ids: Tensor, first: int | None) -> Tensor:
             return kernels.quantized_rows(
-                panels.pieces, ids.contiguous(), self.in_features, dtype, first
+                panels.pieces, ids.contiguous(), self.in_features, dtype, first or 0
             )
 
         self._apply, self._rows = apply, rows
@@ -140,8 +141,10 @@ class QuantizedLinear:
 
 
 def _rows_or_zeros(
-    look_up: Callable[[Tensor], Tensor], num_rows: int, ids: Tensor, first: int
+    look_up: Callable[[Tensor], Tensor], num_rows: int, ids: Tensor, first: int | None
 ) -> Tensor:
+    if first is None:
+        return look_up(ids)
     own = ids - first
     absent = (own < 0) | (own >= num_rows)
     return look_up(own.masked_fill_(absent, 0)).masked_fill_(absent[:, None], 0)

@@ -256,8 +256,8 @@ class Embedding:
         """ids int64 [T] -> [T, width]."""
         table = self.table
         if isinstance(table, Tensor):
-            return ops.lookup_part(table, ids, self._first_id)
-        return table.rows(ids, self._first_id)
+            return ops.lookup_rows(table, ids, self._first_id)
+        return table.rows(ids, self._first_id or None)
 
     def _take(self, weight: StoredWeight) -> None:
         part = self._part
@@ -277,14 +277,19 @@ class VocabEmbedding(Embedding):
 
     def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
         self._rows = part.tensor.part(rows)
-        super().__init__(rows, width, part=part, first_id=self._rows.start)
+        super().__init__(rows, width, part=part)
 
     def parameters(self) -> dict[str, Parameter]:
         rows = (self._rows,)
         return {"weight": Parameter(self._shape, self._take, rows, takes_quantized=True)}
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return self._part.tensor.sum(super().__call__(ids))
+        if self._part.tensor.size == 1:
+            return super().__call__(ids)
+        table, first = self.table, self._rows.start
+        if isinstance(table, Tensor):
+            return self._part.tensor.sum(ops.lookup_part(table, ids, first))
+        return self._part.tensor.sum(table.rows(ids, first))
 
 
 class LayerNorm:

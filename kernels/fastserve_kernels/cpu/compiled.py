@@ -239,13 +239,13 @@ class CompiledKernels:
             cos_sin.shape[1] // 2, stride_t, stride_h,
         )  # fmt: skip
 
-    def lookup_rows(self, table: Tensor, ids: Tensor, first: int | None) -> Tensor:
-        """See `ops.lookup_rows`, and `ops.lookup_part` for `first`."""
+    def lookup_rows(self, table: Tensor, ids: Tensor, first: int, *, is_whole: bool) -> Tensor:
+        """See `ops.lookup_rows`; without `is_whole` see `ops.lookup_part`."""
         num_rows, size = table.shape
         out = empty((len(ids), size), table.dtype)
         self._lookup_rows(
             out.data_ptr(), table.data_ptr(), ids.data_ptr(), len(ids),
-            size * table.element_size(), num_rows, first or 0, first is None,
+            size * table.element_size(), num_rows, first, is_whole,
         )  # fmt: skip
         return out
 

@@ -102,10 +102,10 @@ def rotate(x: Tensor, cos_sin: Tensor) -> None:
     x[..., : 2 * half] = turned
 
 
-def lookup_rows(table: Tensor, ids: Tensor, first: int | None) -> Tensor:
-    """See `ops.lookup_rows`, and `ops.lookup_part` for `first`."""
-    if first is None:
-        return table[ids]
+def lookup_rows(table: Tensor, ids: Tensor, first: int, *, is_whole: bool) -> Tensor:
+    """See `ops.lookup_rows`; without `is_whole` see `ops.lookup_part`."""
+    if is_whole:
+        return table[ids - first if first else ids]
     absent = (ids < first) | (ids >= first + len(table))
     return table[(ids - first).masked_fill_(absent, 0)].masked_fill_(absent[:, None], 0)
 

@@ -90,6 +90,22 @@ class JobOutput:
     """Set with ``finish_reason``."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """How urgent a request is, and whose it is."""
+
+    priority: int = 0
+    """Lower runs first."""
+    ttft_slo_s: float | None = None
+    """Wanted time to the first token, in seconds; None: no objective."""
+    tpot_slo_s: float | None = None
+    """Wanted time for each later token, in seconds; None: no objective."""
+    tenant: str = ""
+    """For whom it runs. Requests of "" share one tenant."""
+
+
+DEFAULT_SERVICE = ServiceLevel()
+
 OutputSink = Callable[[JobOutput], None]
 """Called on the engine's thread: must return at once and not raise."""
 
@@ -108,6 +124,7 @@ class Job:
     prompt_ids: array[int]
     params: SamplingParams
     arrival_s: float
+    service: ServiceLevel = DEFAULT_SERVICE
     sink: OutputSink | None = None
     seed: int = 0
     """``params.seed``, or a random number if that is None."""

@@ -104,8 +104,9 @@ class Decisions:
             _, transfer = self._copies.popleft()
             kv.on_transfer_finished(transfer.job_number, succeeded=True, seconds=1e-3)
         kv_round = kv.start_round(self._now_s, ())
-        limits = policy.limits.for_load(self._num_jobs, self._num_decodes)
-        batch = fill_batch(policy.walk(self._now_s, ()), limits, (), kv_round)
+        walk = policy.walk(self._now_s, ())
+        limits = policy.limits_for(self._now_s, self._num_jobs, self._num_decodes)
+        batch = fill_batch(walk, limits, (), kv_round)
         result = kv_round.commit()
         took_s = time.thread_time() - started
         self._copies.extend(

@@ -201,6 +201,14 @@ class Policy(Protocol):
         """
         ...
 
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        """The limits of the next iteration. Called after ``walk``.
+
+        Args:
+            num_prompts, num_decodes: as of ``BatchLimits.for_load``.
+        """
+        ...
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         """An iteration has ended, or counts as ended, in which these jobs ran these tokens.
 

@@ -49,7 +49,7 @@ def _check_priority(priority: object, config: EngineConfig) -> None:
 def _check_objective(field: str, seconds: object) -> None:
     if seconds is None:
         return
-    allowed = f"must be a number of milliseconds, above 0 and at most {MAX_MS:g}"
+    allowed = f"must be a number of milliseconds, above 0 and at most {MAX_MS:.0f}"
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise InvalidRequestError(field, seconds, allowed)
     # NaN is in no range, so the comparison refuses it too.

@@ -11,7 +11,8 @@ Copies to and from the host end two iterations later.
 "Short" is KV memory for twice as many jobs as a batch has, with a host tier ten times as large and
 the strategy proactive. "Unlimited" is memory for all. Prompt and output lengths are drawn from a
 long-tailed distribution with a fixed seed. Seven of eight outputs are predicted, typically wrong by
-a factor of 1.6. With "long prompts" all are so long that a few fill an iteration.
+a factor of 1.6. Every second job has latency objectives. With "long prompts" all are so long that a
+few fill an iteration.
 
 Each figure is the median decision in milliseconds, with the 99th percentile in brackets. It is
 processor time, so that a busy machine does not count as a slow decision.
@@ -28,7 +29,7 @@ from array import array
 from collections import deque
 
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.job import DEFAULT_SERVICE, FinishReason, Job, ServiceLevel
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import StepVerdict
@@ -49,6 +50,7 @@ LONG_PROMPT = 1500  # tokens, of the 2,048 of an iteration
 MAX_MODEL_LEN = 2048
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 1024
 JOB_BLOCKS = 16  # of a typical job
+INTERACTIVE = ServiceLevel(ttft_slo_s=1.0, tpot_slo_s=0.1)
 PREDICTION_ERROR = 0.5  # standard deviation of ln(predicted / real)
 COPY_DECISIONS = 2  # a copy takes this many
 WARM_UP_DECISIONS = 300
@@ -145,6 +147,7 @@ class Decisions:
             prompt_ids=array("i", bytes(4 * (self._prompt_tokens or self._length(LONGEST_PROMPT)))),
             params=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
             arrival_s=self._now_s,
+            service=INTERACTIVE if self._num_jobs % 2 else DEFAULT_SERVICE,
             predicted_tokens=predicted if self._num_jobs % 8 else None,
         )
         self._num_jobs += 1

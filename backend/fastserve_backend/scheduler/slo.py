@@ -30,7 +30,7 @@ _SLACK_SHARE = 0.9
 _OTHERS_WAIT, _AHEAD_WAIT = 0.8, 0.5
 # With objectives, jobs that starve get this share of their usual turns and time. With all of it,
 # batch jobs that starve under overload would take a third of the machine.
-_TURNS_SHARE = 0.25
+_TURNS_SHARE = 0.1
 
 
 class SLO(Gittins):

@@ -278,7 +278,7 @@ class SchedulerSection(_Section):
     priority_starvation_ms: float | None = Field(
         None,
         ge=_MIN_MS,
-        le=_MAX_MS,
+        le=MAX_MS,
         description="After this wait, ms, a job has a turn before all priorities; null: "
         "never, so less urgent jobs wait as long as more urgent ones can run.",
     )

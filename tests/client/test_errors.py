@@ -76,6 +76,16 @@ def test_the_text_of_a_stream_error_decides_its_type(message: str, kind: type[Cl
     assert str(error) == message
 
 
+def test_the_end_of_a_tenants_refusal_says_when_to_come_back() -> None:
+    message = "the tenant 'b; try again in 9 s' has used its tokens; try again in 2.5 s"
+    error = error_from_message(message)
+    assert type(error) is ServerOverloaded
+    assert error.retry_after_s == 2.5
+    full = error_from_message("4096 requests are queued already; try again later")
+    assert isinstance(full, ServerOverloaded)
+    assert full.retry_after_s is None
+
+
 def test_an_error_is_one_line() -> None:
     assert str(error_from_message("in the\n  backend\n")) == "in the backend"
     assert "\n" not in str(error_from_status("grpc://h:1", "UNKNOWN", "first\nsecond"))

@@ -261,6 +261,13 @@ class SchedulerSection(_Section):
         description="After this wait, ms, a job has a turn before all others, until its first "
         "token, or for as long again if it has one. auto: from slo_ms.",
     )
+    priority_starvation_ms: float | None = Field(
+        None,
+        ge=_MIN_MS,
+        le=_MAX_MS,
+        description="After this wait, ms, a job has a turn before all priorities; null: "
+        "never, so less urgent jobs wait as long as more urgent ones can run.",
+    )
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."
     )

@@ -162,7 +162,10 @@ def is_owed_first_token(job: Job, times: IterationTimes) -> bool:
 class Policy(Protocol):
     """Owns the order of all unfinished jobs. One thread calls it, with the time in seconds."""
 
-    limits: BatchLimits
+    @property
+    def limits(self) -> BatchLimits:
+        """Of the next batch."""
+        ...
 
     @property
     def num_demotions(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fastserve_client.errors import ClientError
 NO_NAME = ""
 """Name of a key without one. All such keys are one tenant."""
 DEFAULT_WEIGHT = 1.0
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 class KeyFileError(ClientError):
@@ -36,8 +38,9 @@ def read_key_file(path: Path) -> list[NamedKey]:
     """Reads one key a line, at least one.
 
     A line is ``key``, ``name:key``, ``name:weight:key`` or ``name:weight:key:most_urgent_priority``
-    in ASCII, so no key contains a colon. A key without a name has the name ``NO_NAME``, one without
-    a weight the weight 1. Empty lines do not count, nor do blanks around a part.
+    in ASCII, so no key contains a colon. A name has at most 64 letters, digits, ``.``, ``_`` and
+    ``-``. A key without a name has the name ``NO_NAME``, one without a weight the weight 1. Empty
+    lines do not count, nor do blanks around a part.
 
     Raises:
         KeyFileError: the file cannot be read, has no key, or a line is wrong or contradicts an
@@ -81,8 +84,8 @@ def _read_line(line: str) -> NamedKey:
     if len(parts) == 1:
         return NamedKey(NO_NAME, DEFAULT_WEIGHT, parts[0], None)
     name = parts[0]
-    if not name.isprintable():
-        raise ValueError("has a name with characters that cannot be printed")
+    if not _NAME.fullmatch(name):
+        raise ValueError("must have a name of at most 64 letters, digits, '.', '_' and '-'")
     if len(parts) == 2:
         return NamedKey(name, DEFAULT_WEIGHT, parts[1], None)
     weight = _weight(parts[1])

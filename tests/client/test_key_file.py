@@ -44,7 +44,8 @@ def test_a_key_belongs_to_one_tenant(tmp_path: Path) -> None:
         ("a:1:secret:high", "a whole number"),
         (":secret", "must be key, name:key"),
         ("a:1:secret:0:0", "must be key, name:key"),
-        ("a\tb:secret", "cannot be printed"),
+        ("a b:secret", "a name of at most 64 letters"),
+        ("a" * 65 + ":secret", "a name of at most 64 letters"),
         ("secret\u00e9", "not ASCII"),
     ],
 )

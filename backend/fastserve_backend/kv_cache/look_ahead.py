@@ -113,7 +113,7 @@ class LookAhead:
             if job.num_computed == 0:  # it was taken, but its step was not sent
                 self._holders.drop(job)
                 spare += num_held
-            elif self._swapping.swap_out(job, state):
+            elif self._swapping.swap_out(job, state, is_early=True):
                 spare += num_held
                 num_left += 1
             else:

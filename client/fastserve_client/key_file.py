@@ -12,7 +12,13 @@ from fastserve_client.errors import ClientError
 NO_NAME = ""
 """Name of a key without one. All such keys are one tenant."""
 DEFAULT_WEIGHT = 1.0
-_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+# Names go to metrics and logs. Many keys begin with "sk-", so a name that does is no name, but the
+# beginning of a key with a colon, or a key in the name's place.
+_NAME = re.compile(r"(?!sk-)[A-Za-z0-9._-]{1,64}")
+_FORMS = (
+    "key, name:key, name:weight:key or name:weight:key:most_urgent_priority; a key that contains "
+    "colons has no name and is written with one more colon in front, :key"
+)
 
 
 class KeyFileError(ClientError):
@@ -25,7 +31,8 @@ class NamedKey:
     """One line of the file."""
 
     name: str
-    """Of the tenant whom the key belongs to. A tenant may have several keys."""
+    """Of the tenant whom the key belongs to. A tenant may have several keys, with one weight and
+    one most urgent priority."""
     weight: float
     """A tenant's share of the machine is its weight over the weights of all tenants with jobs."""
     key: str
@@ -38,9 +45,9 @@ def read_key_file(path: Path) -> list[NamedKey]:
     """Reads one key a line, at least one.
 
     A line is ``key``, ``name:key``, ``name:weight:key`` or ``name:weight:key:most_urgent_priority``
-    in ASCII, so no key contains a colon. A name has at most 64 letters, digits, ``.``, ``_`` and
-    ``-``. A key without a name has the name ``NO_NAME``, one without a weight the weight 1. Empty
-    lines do not count, nor do blanks around a part.
+    in ASCII. What follows a colon at the beginning of a line is a key without a name, which may
+    contain colons. A key without a name has the name ``NO_NAME``, one without a weight the weight
+    1. Empty lines do not count, nor do blanks around a part.
 
     Raises:
         KeyFileError: the file cannot be read, has no key, or a line is wrong or contradicts an
@@ -51,7 +58,7 @@ def read_key_file(path: Path) -> list[NamedKey]:
     except (OSError, UnicodeDecodeError) as error:
         raise _error(path, getattr(error, "strerror", None) or "it is not ASCII") from None
     by_key: dict[str, NamedKey] = {}
-    weights: dict[str, float] = {}
+    tenants: dict[str, tuple[float, int | None]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -59,10 +66,11 @@ def read_key_file(path: Path) -> list[NamedKey]:
             read = _read_line(line)
             if by_key.setdefault(read.key, read) != read:
                 raise ValueError("has the key of an earlier line, but says something else about it")
-            if weights.setdefault(read.name, read.weight) != read.weight:
+            said = (read.weight, read.most_urgent_priority)
+            if tenants.setdefault(read.name, said) != said:
                 raise ValueError(
-                    f"gives {read.name!r} another weight than an earlier line; all keys of a "
-                    "tenant must have the same weight"
+                    f"gives {read.name!r} another weight or most urgent priority than an earlier "
+                    "line; all keys of a tenant must have the same"
                 )
         except ValueError as error:
             raise _error(path, f"its line {number} {error}") from None
@@ -76,20 +84,23 @@ def _read_line(line: str) -> NamedKey:
     # OpenAI's own client sends only ASCII in a header.
     if not line.isascii():
         raise ValueError("is not ASCII, as a key must be for every client to send it")
-    parts = [part.strip() for part in line.split(":")]
-    if not all(parts) or len(parts) > 4:
+    before, colon, rest = (part.strip() for part in line.partition(":"))
+    if not before or not colon:
+        if not (before or rest):
+            raise ValueError("has no key")
+        return NamedKey(NO_NAME, DEFAULT_WEIGHT, before or rest, None)
+    name, *parts = (part.strip() for part in line.split(":"))
+    if not all(parts) or len(parts) > 3:
+        raise ValueError(f"must be {_FORMS}")
+    if not _NAME.fullmatch(name):
         raise ValueError(
-            "must be key, name:key, name:weight:key or name:weight:key:most_urgent_priority"
+            "has a name that is none: 1 to 64 letters, digits, '.', '_' and '-', without 'sk-' in "
+            f"front; a line is {_FORMS}"
         )
     if len(parts) == 1:
-        return NamedKey(NO_NAME, DEFAULT_WEIGHT, parts[0], None)
-    name = parts[0]
-    if not _NAME.fullmatch(name):
-        raise ValueError("must have a name of at most 64 letters, digits, '.', '_' and '-'")
-    if len(parts) == 2:
-        return NamedKey(name, DEFAULT_WEIGHT, parts[1], None)
-    weight = _weight(parts[1])
-    return NamedKey(name, weight, parts[2], _priority(parts[3]) if len(parts) == 4 else None)
+        return NamedKey(name, DEFAULT_WEIGHT, parts[0], None)
+    weight = _weight(parts[0])
+    return NamedKey(name, weight, parts[1], _priority(parts[2]) if len(parts) == 3 else None)
 
 
 def _weight(text: str) -> float:

@@ -254,8 +254,8 @@ class _GenerationRequest(_Fields):
 
     @property
     def wanted_priority(self) -> int | None:
-        """The server's field ``priority``; ``None``: its default, 0."""
-        if self.priority is None and self.service_tier is not None:
+        """The priority that the request names; ``None``: it leaves that to the server."""
+        if self.priority is None and self.service_tier not in (None, "auto"):
             return TIER_PRIORITIES[self.service_tier]
         return self.priority
 

@@ -22,16 +22,18 @@ def service_options(
         ApiError: an objective is no time, or the request names a tenant although it has a key
             (400); or its key does not allow the priority (403).
     """
-    priority = body.wanted_priority
-    most_urgent = caller.most_urgent_priority
-    if most_urgent is not None and (priority or 0) < most_urgent:
-        raise ApiError(
-            403,
-            f"{body.priority_field}: got priority {priority or 0}; this key allows {most_urgent} "
-            "and more, which is less urgent",
-            code="priority_not_allowed",
-            param=body.priority_field,
-        )
+    priority, most_urgent = body.wanted_priority, caller.most_urgent_priority
+    if most_urgent is not None:
+        if priority is None:
+            priority = max(0, most_urgent)
+        elif priority < most_urgent:
+            raise ApiError(
+                403,
+                f"{body.priority_field}: got priority {priority}; this key allows {most_urgent} "
+                "and more, which is less urgent",
+                code="priority_not_allowed",
+                param=body.priority_field,
+            )
     if body.tenant is not None and caller.tenant is not None:
         raise invalid("tenant", "must be left out; the API key says who the tenant is")
     return ServiceOptions(

@@ -234,7 +234,8 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     def here(text: str) -> str:
         return text.replace("http://127.0.0.1:9000", gateway.url)
 
-    python, form = examples("gateway.md", "python")
+    python, form, service = examples("gateway.md", "python")
+    assert output(sys.executable, "-c", here(service)).startswith("flex ")
     assert output(sys.executable, "-c", here(form)).startswith("city='Paris'")
     printed = output(sys.executable, "-c", here(python)).splitlines()
     assert printed[0] == "The capital of France is Paris."

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.engine_state import ListedJob
@@ -22,10 +23,11 @@ from fastserve_gateway.errors import from_client_error
 from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import RunningGateway, running_gateway
+from running_server import running_server
 from serving_client import wait_until_idle
 from starlette.testclient import TestClient
 
-KEY_FILE = "chat:sk-chat\nops:2:sk-ops:-5\nsk-bare\n:sk-odd:1:2\n"
+KEY_FILE = "chat:sk-chat\nops:2:sk-ops:-5\nslow:1:sk-slow:2\nsk-bare\n:sk-odd:1:2\n"
 LONG = 2000
 PROMPT: dict[str, Any] = {"model": "fastserve", "prompt": "Hello"}
 
@@ -107,19 +109,23 @@ async def test_a_job_has_what_its_request_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("key", "tier", "service"),
+    ("key", "fields", "service"),
     [
-        ("sk-chat", "default", (0, "chat")),
-        ("sk-ops", "priority", (-1, "ops")),
-        ("sk-bare", "flex", (1, "")),
-        ("sk-odd:1:2", "flex", (1, "")),
+        ("sk-chat", {"service_tier": "default"}, (0, "chat")),
+        ("sk-ops", {"service_tier": "priority"}, (-1, "ops")),
+        ("sk-ops", {}, (0, "ops")),
+        ("sk-slow", {}, (2, "slow")),
+        ("sk-slow", {"service_tier": "auto"}, (2, "slow")),
+        ("sk-slow", {"priority": 3}, (3, "slow")),
+        ("sk-bare", {"service_tier": "flex"}, (1, "")),
+        ("sk-odd:1:2", {}, (0, "")),
     ],
 )
 async def test_the_key_says_who_the_tenant_is(
-    endpoints: Endpoints, guarded: RunningGateway, key: str, tier: str, service: tuple[int, str]
+    endpoints: Endpoints, guarded: RunningGateway, key: str, fields: Any, service: tuple[int, str]
 ) -> None:
     with guarded.client(key) as client:
-        job = await running_job(endpoints, client, extra_body={"service_tier": tier})
+        job = await running_job(endpoints, client, extra_body=fields)
     assert (job.priority, job.tenant) == service
 
 
@@ -172,6 +178,7 @@ def test_the_tier_is_answered_if_it_was_asked_for(
         ("sk-chat", "priority", -1, 0),
         ("sk-chat", "service_tier", "priority", 0),
         ("sk-bare", "priority", -1, 0),
+        ("sk-slow", "service_tier", "default", 2),
         ("sk-ops", "priority", -6, -5),
     ],
 )
@@ -261,6 +268,33 @@ def test_a_tenant_at_its_limit_is_told_when_to_come_back() -> None:
     assert (refused.status, refused.headers["Retry-After"]) == (429, "3")
     assert refused.body["error"]["code"] == "rate_limit_exceeded"
     assert refused.body["error"]["type"] == "rate_limit_error"
+
+
+@pytest.fixture(scope="module")
+def limited(
+    tiny_config: EngineConfig, key_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    """A gateway whose server knows the tenants and limits them."""
+    config = tiny_config.with_keys(tenants_file=str(key_file), tenant_tokens_per_minute=60)
+    folder = tmp_path_factory.mktemp("limited")
+    with (
+        running_server(config, folder / "server.log") as server,
+        running_gateway(
+            server.endpoints.grpc_url, folder / "gateway.log", "--api-keys-file", str(key_file)
+        ) as running,
+    ):
+        yield running
+
+
+def test_one_tenants_limit_is_not_anothers(limited: RunningGateway) -> None:
+    with limited.client("sk-chat") as chat, limited.client("sk-ops") as ops:
+        chat.completions.create(**PROMPT, max_tokens=80, extra_body={"ignore_eos": True})
+        with pytest.raises(openai.RateLimitError) as refused:
+            chat.completions.create(**PROMPT, max_tokens=1)
+        assert ops.completions.create(**PROMPT, max_tokens=1).choices
+    assert refused.value.code == "rate_limit_exceeded"
+    assert "tenant 'chat' has used its 60 tokens a minute" in str(refused.value)
+    assert 10 < int(refused.value.response.headers["retry-after"]) <= 60
 
 
 # --- metrics ------------------------------------------------------------------------------------

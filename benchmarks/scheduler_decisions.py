@@ -150,6 +150,7 @@ class Decisions:
         arrived = [self._new_job() for _ in ended]
         started = time.thread_time()
         kv.on_sent()
+        policy.on_batch_sent(batch)
         policy.on_iteration_finished(batch, self._now_s)
         for job in ended:
             policy.remove(job)

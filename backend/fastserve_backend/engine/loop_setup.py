@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.config import KVCacheSection, SchedulerSection
@@ -20,7 +20,7 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import Ready, Step
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.batch_limits import batch_limits
-from fastserve_backend.scheduler.policy_context import make_policy
+from fastserve_backend.scheduler.policy_context import NO_WEIGHTS, make_policy
 from fastserve_backend.system.clock import Clock
 
 MakePolicy = Callable[[BatchLimits], Policy]
@@ -57,6 +57,8 @@ class LoopSetup:
     max_model_len: int
     rotary_switch: int | None = None
     """Of the model."""
+    weights: Mapping[str, float] | None = NO_WEIGHTS
+    """Of tenants; None: tenants do not count."""
 
     def make_kv(self, memory: KVMemory, policy: Policy) -> KVManager:
         """A KV manager for ranks on which no job has KV."""
@@ -113,7 +115,14 @@ class LoopSetup:
         # Of jobs within their windows. Longer jobs take less memory a token.
         num_groups = sum(kind.num_groups for kind in memory.kinds)
         kv_tokens = memory.num_blocks * self.kv_cache.block_size // num_groups
-        sizes = {"max_model_len": self.max_model_len, "kv_tokens": kv_tokens}
-        if policy_of is None:
-            return make_policy(self.scheduler, self.latency, **sizes)
-        return policy_of(batch_limits(self.scheduler, self.latency, **sizes))
+        if policy_of is not None:
+            limits = batch_limits(
+                self.scheduler,
+                self.latency,
+                max_model_len=self.max_model_len,
+                kv_tokens=kv_tokens,
+            )
+            return policy_of(limits)
+        return make_policy(
+            self.scheduler, self.latency, self.max_model_len, kv_tokens, self.weights
+        )

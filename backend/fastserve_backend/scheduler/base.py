@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
@@ -204,6 +205,10 @@ class Policy(Protocol):
         """
         ...
 
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        """These jobs run now, and count their tokens of the iteration as computed."""
+        ...
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         """An iteration has ended, or counts as ended, in which these jobs ran these tokens.
 
@@ -250,6 +255,20 @@ class Policy(Protocol):
     def describe(self) -> str:
         """Name and derived parameters, as one line for the log."""
         ...
+
+
+def summed_level_sizes(policies: Sequence[Policy]) -> Sequence[int]:
+    """Number of jobs in each queue, of all these policies together.
+
+    A policy that was made after the iteration times drifted may have more queues than the first.
+    Those count as the last one of the first.
+    """
+    first, *others = (policy.level_sizes() for policy in policies)
+    if not others:
+        return first
+    summed = [sum(level) for level in zip_longest(first, *others, fillvalue=0)]
+    last = len(first) - 1
+    return [*summed[:last], sum(summed[last:])]
 
 
 def fill_batch(

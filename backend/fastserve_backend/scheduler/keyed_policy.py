@@ -52,6 +52,9 @@ class KeyedPolicy:
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         return MergedWalk(lambda place: self._jobs.part(place).items())
 
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        pass
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         for job, _ in ran:
             self._jobs.move(job, self._jobs.key(job))

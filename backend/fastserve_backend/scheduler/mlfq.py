@@ -146,6 +146,9 @@ class MLFQ:
             lambda place: _by_level([queue.part(place).items() for queue in self._queues])
         )
 
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        pass
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         self._promotion.on_iteration_finished([job for job, _ in ran], now)
         for job, num_tokens in ran:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fastserve_backend.config import SchedulerSection
 from fastserve_backend.scheduler.base import (
@@ -12,11 +14,15 @@ from fastserve_backend.scheduler.base import (
     time_to_next_token,
 )
 from fastserve_backend.scheduler.batch_limits import batch_limits
+from fastserve_backend.scheduler.fair_shares import FairShares
 from fastserve_backend.scheduler.gittins_index import Capacity
 from fastserve_backend.scheduler.learned_lengths import LearnedLengths
 from fastserve_backend.scheduler.priority_classes import PriorityClasses
 from fastserve_backend.scheduler.promotion import Promotion
 from fastserve_backend.scheduler.registry import load_policy
+
+NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
+"""All tenants have the weight 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +43,19 @@ class PolicyContext:
 
 
 def make_policy(
-    config: SchedulerSection, times: IterationTimes, max_model_len: int, kv_tokens: int
+    config: SchedulerSection,
+    times: IterationTimes,
+    max_model_len: int,
+    kv_tokens: int,
+    weights: Mapping[str, float] | None = NO_WEIGHTS,
 ) -> Policy:
-    """The policy that ``config.policy`` names, one for each priority in use.
+    """The policy that ``config.policy`` names, one for each tenant of each priority in use.
 
     Derived values come from ``times`` and the SLO.
 
     Args:
         max_model_len, kv_tokens: as in ``PolicyContext``.
+        weights: of tenants, as for ``FairShares``. None: tenants do not count.
 
     Raises:
         ConfigError: the policy cannot be loaded.
@@ -58,4 +69,13 @@ def make_policy(
     if config.priority_starvation_ms is not None:
         starvation_s = config.priority_starvation_ms / 1e3
         across = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
-    return PriorityClasses(lambda: policy_class.from_config(context), across)
+
+    def for_a_tenant() -> Policy:
+        return policy_class.from_config(context)
+
+    def for_a_priority() -> Policy:
+        if weights is None:
+            return for_a_tenant()
+        return FairShares(for_a_tenant, times, weights, max_model_len)
+
+    return PriorityClasses(for_a_priority, across)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import NextRunEstimate
-from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
+from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled, summed_level_sizes
 from fastserve_backend.scheduler.promotion import Promotion
 from fastserve_backend.scheduler.walk import Walk
 
@@ -113,17 +113,15 @@ class PriorityClasses:
         turns = self._jobs_that_outrank_all()
         return walks[0] if len(walks) == 1 and not turns else _WalkOfAll(turns, walks)
 
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        for policy, sent_here in self._by_policy(batch):
+            policy.on_batch_sent(sent_here)
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         if self._across is not None:
             self._across.on_iteration_finished([job for job, _ in ran], now)
-        if len(self._classes) == 1:
-            self._default.policy.on_iteration_finished(ran, now)
-            return
-        ran_of: dict[int, list[Scheduled]] = {}
-        for one in ran:
-            ran_of.setdefault(one.job.service.priority, []).append(one)
-        for priority, ran_here in ran_of.items():
-            self._of_priority[priority].policy.on_iteration_finished(ran_here, now)
+        for policy, ran_here in self._by_policy(ran):
+            policy.on_iteration_finished(ran_here, now)
 
     def on_predicted(self, job: Job) -> None:
         self._policy_of(job).on_predicted(job)
@@ -160,14 +158,8 @@ class PriorityClasses:
         return chain(others, reversed(turns)) if last_first else chain(turns, others)
 
     def level_sizes(self) -> Sequence[int]:
-        """Queues of the same level count together. A policy that was made after the iteration times
-        drifted may have more queues; those count as the last one of priority 0."""
-        if len(self._classes) == 1:
-            return self._default.policy.level_sizes()
-        sizes = zip_longest(*(one.policy.level_sizes() for one in self._classes), fillvalue=0)
-        summed = [sum(level) for level in sizes]
-        last = len(self.quanta_s) - 1
-        return [*summed[:last], sum(summed[last:])]
+        others = (one.policy for one in self._classes if one is not self._default)
+        return summed_level_sizes([self._default.policy, *others])
 
     def describe(self) -> str:
         description = self._default.policy.describe()
@@ -176,6 +168,17 @@ class PriorityClasses:
         return (
             f"{description}, before all priorities after {self._across.starvation_s * 1e3:.0f} ms"
         )
+
+    def _by_policy(
+        self, batch: Sequence[Scheduled]
+    ) -> Iterable[tuple[Policy, Sequence[Scheduled]]]:
+        """The jobs of each policy."""
+        if len(self._classes) == 1:
+            return [(self._default.policy, batch)]
+        parts: dict[int, list[Scheduled]] = {}
+        for one in batch:
+            parts.setdefault(one.job.service.priority, []).append(one)
+        return [(self._of_priority[key].policy, part) for key, part in parts.items()]
 
     def _policy_of(self, job: Job) -> Policy:
         return self._of_priority[job.service.priority].policy

@@ -118,6 +118,9 @@ class Speculative:
             self._queued_first,
         )
 
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        pass
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         queued = []
         for one in ran:

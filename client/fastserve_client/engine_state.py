@@ -10,7 +10,7 @@ has a default, for servers that do not send it, and is ignored by clients that d
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 MAX_LISTED_JOBS: Final = 256
@@ -136,6 +136,6 @@ class EngineState:
 
 
 def _known(kind: type[_Part], values: dict[str, Any]) -> _Part:
-    """``kind`` with the values that it has fields for."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    """The dataclass ``kind`` with the values that it has fields for."""
+    names: tuple[str, ...] = kind.__match_args__  # type: ignore[attr-defined]
     return kind(**{name: values[name] for name in names if name in values})

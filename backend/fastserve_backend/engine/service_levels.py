@@ -10,7 +10,7 @@ from fastserve_backend.config import MAX_MS, EngineConfig
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import ServiceLevel
 
-# Names go to metrics, logs and the live view.
+# Names go to metrics and the live view.
 MAX_TENANT_CHARS = 128
 
 
@@ -55,7 +55,7 @@ def _check_objective(field: str, seconds: object) -> None:
     # NaN is in no range, so the comparison refuses it too.
     if not 0 < seconds <= MAX_MS / 1e3:
         # Rounded, because 0.3 times 1000 is not quite 300.
-        raise InvalidRequestError(field, round(seconds * 1e3, 9), allowed)
+        raise InvalidRequestError(field, round(seconds * 1000, 9), allowed)
 
 
 def _check_tenant(tenant: object) -> None:

@@ -142,18 +142,20 @@ class DeviceRoom:
 
     def _leaves_room_to_grow(self, job: Job, num_blocks: int) -> bool:
         """Whether the jobs on the device can still grow if a new job takes ``num_blocks``. Less
-        urgent jobs need not grow, and make room for it."""
-        parts = self._parts
-        growth_of_one = _GROWTH_BLOCKS * parts.tiers.needs.num_groups
-        growth = parts.holders.num_on_device * growth_of_one - parts.tiers.host.num_free
+        urgent jobs need not grow, and make room in both tiers."""
+        tiers, state = self._parts.tiers, self._state
+        growth_of_one = _GROWTH_BLOCKS * tiers.needs.num_groups
+        growth = self._parts.holders.num_on_device * growth_of_one - tiers.host.num_free
         if growth <= 0 or self.has_free(num_blocks + growth):
             return True
-        num_behind = 0  # blocks of less urgent jobs
-        for other in self._state.by_next_run(Place.DEVICE, last_first=True):
-            if other.effective_priority <= job.effective_priority:
-                return False
+        num_behind = 0  # device blocks of less urgent jobs
+        for other in state.less_urgent(job, Place.DEVICE):
             num_behind += self._device.num_held(other.number)
             growth -= growth_of_one
+            if growth <= 0 or self.has_free(num_blocks + growth - num_behind):
+                return True
+        for other in state.less_urgent(job, Place.HOST):
+            growth -= tiers.host.num_held(other.number)
             if growth <= 0 or self.has_free(num_blocks + growth - num_behind):
                 return True
         return False
@@ -185,10 +187,16 @@ class DeviceRoom:
         if self.has_free(num_blocks):
             return True
         self.num_promised += num_blocks
-        if self._num_ending and job.number in state.running and not self._will_cover_promises():
-            # The job would be set aside for less urgent jobs.
+        if self._num_ending and not self._will_cover_promises() and self._would_be_overtaken(job):
             self.is_too_early |= self.num_spare + self._num_ending >= 0
         return False
+
+    def _would_be_overtaken(self, job: Job) -> bool:
+        """Whether less urgent jobs would run in the step for which ``job`` has no blocks."""
+        state = self._state
+        return state.is_ahead and (
+            job.number in state.running or any(True for _ in state.less_urgent(job, Place.DEVICE))
+        )
 
     def _will_cover_promises(self) -> bool:
         """Whether swap-outs are unfinished, and free all blocks that are promised by now."""

@@ -154,9 +154,7 @@ class Swapping:
         """Less urgent jobs whose KV takes ``num_blocks`` of the host, the last to run first. None
         if all of them take fewer."""
         found: list[Job] = []
-        for other in state.by_next_run(Place.HOST, last_first=True):
-            if other.effective_priority <= job.effective_priority:
-                break
+        for other in state.less_urgent(job, Place.HOST):
             if self._tiers.is_swapped_out(other.number):
                 found.append(other)
                 num_blocks -= self._tiers.host.num_held(other.number)

@@ -27,7 +27,7 @@ from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.promotion import Promotion, configured_starvation_s
 from fastserve_backend.scheduler.walk import Walk
 
-# Each selection sorts this many jobs by a new index. With 10,000 jobs, sorting all at once would
+# A selection sorts this many jobs by a new index. With 10,000 jobs, sorting all at once would
 # delay a step by tens of milliseconds.
 _SORTED_AT_ONCE = 8
 # Key of the first job with a turn; later turns follow. All other keys are far larger: they are
@@ -130,7 +130,7 @@ class Gittins(KeyedPolicy):
                 self._learned.on_job_ended()
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        self._sort_some()
+        self._do_upkeep(now)
         changes = self._promotion.update(now, in_flight)
         for job in changes.over + changes.begun:
             self._sort(self._entries[job.number])
@@ -183,13 +183,14 @@ class Gittins(KeyedPolicy):
             learned.lengths.count_passed(entry.bin, reached)
         entry.bin = reached
 
-    def _sort_some(self) -> None:
+    def _do_upkeep(self, now: float) -> None:
         """Do a part of what is left to do: compute one outdated index, or sort a few jobs."""
-        is_updated = self._learned.update_one()
-        if self._num_updates != self._learned.num_updates:
-            self._num_updates = self._learned.num_updates
-            self._num_to_sort = len(self._entries)
-        if is_updated:
+        learned = self._learned
+        self._notice_updates()
+        if not (learned.is_outdated or self._num_to_sort) or not learned.may_do_upkeep(self, now):
+            return
+        if learned.update_one():
+            self._notice_updates()
             return
         num_sorted = min(self._num_to_sort, _SORTED_AT_ONCE, len(self._entries))
         for _ in range(num_sorted):
@@ -197,3 +198,9 @@ class Gittins(KeyedPolicy):
             self._entries.move_to_end(number)
             self._sort(entry)
         self._num_to_sort = max(0, self._num_to_sort - _SORTED_AT_ONCE)
+
+    def _notice_updates(self) -> None:
+        """If an index is new, all jobs are to be sorted."""
+        if self._num_updates != self._learned.num_updates:
+            self._num_updates = self._learned.num_updates
+            self._num_to_sort = len(self._entries)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
@@ -35,7 +37,8 @@ class LearnedLengths:
     """One for all policies of an engine: each learns from the jobs of all.
 
     A policy counts what its jobs show in ``IndexedLengths.lengths``, and calls ``on_job_ended``.
-    The indices are brought up to date later, one by one.
+    The indices are brought up to date later, one by one. That, and sorting jobs by new indices, is
+    upkeep: one policy does a part of it in each selection, so that no selection takes long.
     """
 
     def __init__(self, max_model_len: int, objective: Objective, capacity: Capacity) -> None:
@@ -47,6 +50,13 @@ class LearnedLengths:
         self._of_class: dict[int, IndexedLengths] = {}
         self._ended_of_index = 0
         self._outdated: list[IndexedLengths] = []
+        self._upkeep_s = -math.inf  # when the latest upkeep was done
+        self._upkeep_by: object = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether ``update_one`` has something to do."""
+        return len(self._outdated) > 0
 
     @property
     def num_ended(self) -> int:
@@ -73,9 +83,16 @@ class LearnedLengths:
             self._ended_of_index = self.num_ended
             self._outdated = [*self._of_class.values(), self.of_all]
 
+    def may_do_upkeep(self, policy: object, now: float) -> bool:
+        """Whether ``policy`` may do a part of the upkeep in its selection at ``now``, because no
+        other policy has done so."""
+        if now == self._upkeep_s and policy is not self._upkeep_by:
+            return False
+        self._upkeep_s, self._upkeep_by = now, policy
+        return True
+
     def update_one(self) -> bool:
-        """Compute one outdated index, so that no decision takes long. Returns whether there was
-        one."""
+        """Compute one outdated index. Returns whether there was one."""
         if not self._outdated:
             return False
         self._outdated.pop().update()

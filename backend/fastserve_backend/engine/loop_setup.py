@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import Delivery, OnJobEnd
@@ -20,7 +20,7 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import Ready, Step
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.batch_limits import batch_limits
-from fastserve_backend.scheduler.policy_context import NO_WEIGHTS, make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
 from fastserve_backend.system.clock import Clock
 
 MakePolicy = Callable[[BatchLimits], Policy]
@@ -57,8 +57,8 @@ class LoopSetup:
     max_model_len: int
     rotary_switch: int | None = None
     """Of the model."""
-    weights: Mapping[str, float] | None = NO_WEIGHTS
-    """Of tenants; None: tenants do not count."""
+    weights: Mapping[str, float] | None = field(default_factory=dict)
+    """Of tenants, as for ``make_policy``."""
 
     def make_kv(self, memory: KVMemory, policy: Policy) -> KVManager:
         """A KV manager for ranks on which no job has KV."""

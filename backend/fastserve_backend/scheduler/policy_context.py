@@ -21,8 +21,7 @@ from fastserve_backend.scheduler.priority_classes import PriorityClasses
 from fastserve_backend.scheduler.promotion import Promotion
 from fastserve_backend.scheduler.registry import load_policy
 
-NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
-"""All tenants have the weight 1."""
+_NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def make_policy(
     times: IterationTimes,
     max_model_len: int,
     kv_tokens: int,
-    weights: Mapping[str, float] | None = NO_WEIGHTS,
+    weights: Mapping[str, float] | None = _NO_WEIGHTS,
 ) -> Policy:
     """The policy that ``config.policy`` names, one for each tenant of each priority in use.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.job import ServiceLevel
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import memory_of_roofline
@@ -231,13 +229,8 @@ def run(cell: Cell, variant: Variant) -> Result:
     )
 
 
-def simulate_course(
-    course: Course,
-    variant: Variant,
-    trace: list[TraceJob],
-    services: Sequence[ServiceLevel] | None = None,
-) -> Simulation:
-    """Serve ``trace`` on the course's system. ``services`` as of ``simulate``."""
+def simulate_course(course: Course, variant: Variant, trace: list[TraceJob]) -> Simulation:
+    """Serve ``trace`` on the course's system."""
     system = SYSTEMS[course.system]
     num_ranks = system.tensor_parallel * system.pipeline_parallel
     config = EngineConfig().with_keys(
@@ -254,5 +247,4 @@ def simulate_course(
         memory_of_roofline(system.latency, system.config, config.kv_cache),
         max_model_len=system.max_model_len,
         predictions=predictions,
-        services=services,
     )

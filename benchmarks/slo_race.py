@@ -25,18 +25,19 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fastserve_backend.job import DEFAULT_SERVICE, ServiceLevel
 from fastserve_bench.report.objectives import Objectives
+from fastserve_bench.report.records import JobRecord
 from fastserve_bench.workload import TraceJob
+from fastserve_bench.workload.service_class import NO_CLASS, ServiceClass
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.race_cells import Course, Variant, capacity, simulate_course
 
-INTERACTIVE = ServiceLevel(ttft_slo_s=1.0, tpot_slo_s=0.1)
+INTERACTIVE = ServiceClass("interactive", ttft_slo_s=1.0, tpot_slo_s=0.1)
 OBJECTIVES = Objectives(ttft_s=INTERACTIVE.ttft_slo_s, tpot_s=INTERACTIVE.tpot_slo_s)
 # Deadlines so late that jobs with them come after all interactive jobs.
-SOME_DAY = ServiceLevel(ttft_slo_s=3600.0, tpot_slo_s=0.1)
+SOME_DAY = ServiceClass("batch", ttft_slo_s=3600.0, tpot_slo_s=0.1)
 MOST_VIOLATIONS = 0.01
 BATCH_LOAD = 0.5
 # Goodput is looked for between these, in units of the capacity, down to this ratio of two rates.
@@ -49,7 +50,7 @@ class Entrant:
     """A policy in the race."""
 
     variant: Variant
-    batch_service: ServiceLevel = DEFAULT_SERVICE
+    batch: ServiceClass = NO_CLASS
 
 
 BASE = "fcfs"
@@ -143,15 +144,12 @@ def goodput(course: Course, entrant: Entrant, capacity: float) -> Goodput:
 
 def run_at(course: Course, entrant: Entrant, capacity: float, load: float) -> Outcome:
     """One simulation with interactive jobs at ``load`` times the capacity."""
-    trace, services = two_classes(course, capacity, load, entrant.batch_service)
-    simulation = simulate_course(course, entrant.variant, trace, services)
+    trace = two_classes(course, capacity, load, entrant.batch)
+    simulation = simulate_course(course, entrant.variant, trace)
     records = simulation.records
-    interactive = [
-        record for record, service in zip(records, services, strict=True) if service == INTERACTIVE
-    ]
-    batch = [
-        record for record, service in zip(records, services, strict=True) if service != INTERACTIVE
-    ]
+    interactive, batch = list[JobRecord](), list[JobRecord]()
+    for job, record in zip(trace, records, strict=True):
+        (interactive if job.service is INTERACTIVE else batch).append(record)
     last_s = trace[-1].arrival_s
     return Outcome(
         load=load,
@@ -167,16 +165,16 @@ def run_at(course: Course, entrant: Entrant, capacity: float, load: float) -> Ou
 
 
 def two_classes(
-    course: Course, capacity: float, load: float, batch_service: ServiceLevel
-) -> tuple[list[TraceJob], list[ServiceLevel]]:
-    """The trace, and the service level of each of its jobs."""
+    course: Course, capacity: float, load: float, batch_class: ServiceClass
+) -> list[TraceJob]:
+    """The trace of both classes."""
     span_s = course.num_jobs / capacity
     interactive = _arriving(course, load * capacity, span_s)
     batch_course = replace(course, arrivals="poisson", seed=1)
     batch = _arriving(batch_course, BATCH_LOAD * capacity, span_s)
-    both = [(job, INTERACTIVE) for job in interactive] + [(job, batch_service) for job in batch]
-    both.sort(key=lambda pair: pair[0].arrival_s)
-    return [job for job, _ in both], [service for _, service in both]
+    both = [replace(job, service=INTERACTIVE) for job in interactive]
+    both += [replace(job, service=batch_class) for job in batch]
+    return sorted(both, key=lambda job: job.arrival_s)
 
 
 def _arriving(course: Course, rate: float, span_s: float) -> list[TraceJob]:

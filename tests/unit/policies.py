@@ -12,6 +12,8 @@ from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled, fil
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
+from fastserve_backend.scheduler.gittins_index import Capacity
+from fastserve_backend.scheduler.learned_lengths import LearnedLengths
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
@@ -121,9 +123,8 @@ def make_policy(
         return kind(
             limits,
             times,
+            LearnedLengths(100, "jct", Capacity(limits.max_seqs, ENDLESS)),
             max_model_len=100,
-            kv_tokens=ENDLESS,
-            objective="jct",
             starvation_s=starvation_s,
         )
     if name == "mlfq":

@@ -10,6 +10,8 @@ from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes, Policy, Scheduled, fill_batch
 from fastserve_backend.scheduler.gittins import Gittins
+from fastserve_backend.scheduler.gittins_index import Capacity
+from fastserve_backend.scheduler.learned_lengths import LearnedLengths
 from fastserve_backend.scheduler.slo import SLO
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,12 +24,12 @@ def policy(
     starvation_s: float = NEVER_S,
     kind: type[Gittins] = SLO,
 ) -> Gittins:
+    limits = limits or one_job()
     return kind(
-        limits or one_job(),
+        limits,
         TIMES,
+        LearnedLengths(200, "jct", Capacity(limits.max_seqs, ENDLESS)),
         max_model_len=200,
-        kv_tokens=ENDLESS,
-        objective="jct",
         starvation_s=starvation_s,
     )
 

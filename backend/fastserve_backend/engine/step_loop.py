@@ -238,6 +238,7 @@ class StepLoop:
         for job, num_tokens in batch:
             job.on_sent(num_tokens)
         self.kv.on_sent()
+        self.policy.on_batch_sent(batch)
         self._num_decodes = step.num_decodes
         self._work.send_step(batch, step, chosen.copies, is_behind=behind is not None)
 

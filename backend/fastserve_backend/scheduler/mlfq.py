@@ -149,6 +149,9 @@ class MLFQ:
     def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
         return self.limits.for_load(num_prompts, num_decodes)
 
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        pass
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         self._promotion.on_iteration_finished([job for job, _ in ran], now)
         for job, num_tokens in ran:

@@ -109,6 +109,11 @@ class Promotion:
     def has_turn(self, job: Job) -> bool:
         return job.number in self._turns
 
+    @property
+    def jobs_with_turns(self) -> list[Job]:
+        """In the order in which their turns began."""
+        return [turn.job for turn in self._turns.values()]
+
     def turn_number(self, job: Job) -> int:
         """The number of the job's turn. Later turns have higher numbers. The job must have one."""
         return self._turns[job.number].number

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Scheduled
 from fastserve_backend.scheduler.deadlines import Deadlines, Standing
 from fastserve_backend.scheduler.gittins import Gittins
+from fastserve_backend.scheduler.learned_lengths import LearnedLengths
 from fastserve_backend.scheduler.walk import Walk
 
 # Added to the keys of urgent jobs and of jobs that are ahead, so that they come before all others,
@@ -48,20 +48,14 @@ class SLO(Gittins):
         self,
         limits: BatchLimits,
         times: IterationTimes,
+        learned: LearnedLengths,
         *,
         max_model_len: int,
-        kv_tokens: int,
-        objective: Objective,
         starvation_s: float,
     ) -> None:
         """Arguments as of ``Gittins``."""
         super().__init__(
-            limits,
-            times,
-            max_model_len=max_model_len,
-            kv_tokens=kv_tokens,
-            objective=objective,
-            starvation_s=starvation_s,
+            limits, times, learned, max_model_len=max_model_len, starvation_s=starvation_s
         )
         self._deadlines = Deadlines(times.prefill_s)
         self._decodes_s = 0.0  # what the decodes of the latest iteration added to its time

@@ -14,7 +14,7 @@ from fastserve_bench.workload import TraceJob
 from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import NewToken, OnJobEnd
 from fastserve_backend.engine.loop_setup import KVMemory, LoopSetup, MakePolicy
-from fastserve_backend.job import DEFAULT_SERVICE, FinishReason, Job, ServiceLevel
+from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import LatencyModel
@@ -50,7 +50,6 @@ def simulate(
     max_model_len: int,
     rotary_switch: int | None = None,
     predictions: Sequence[int] | None = None,
-    services: Sequence[ServiceLevel] | None = None,
     policy_of: MakePolicy | None = None,
     check_integrity: bool = False,
 ) -> Simulation:
@@ -63,7 +62,6 @@ def simulate(
         rotary_switch: of the model (``ModelConfig``).
         predictions: predicted output tokens of each job, which the policy learns when the job
             arrives. Default: no predictions.
-        services: of each job. Default: no job has an objective.
         policy_of: makes a policy that the registry does not have, for the limits of ``scheduler``.
         check_integrity: verify the block tables after every cycle, for tests.
 
@@ -91,12 +89,7 @@ def simulate(
         policy_of=policy_of,
         check_integrity=check_integrity,
     )
-    if services is None:
-        services = [DEFAULT_SERVICE] * len(trace)
-    jobs = [
-        _job(number, traced, service)
-        for number, (traced, service) in enumerate(zip(trace, services, strict=True))
-    ]
+    jobs = [_job(number, traced, scheduler) for number, traced in enumerate(trace)]
     arrivals = deque(jobs)
     while arrivals or not loop.is_idle:
         while arrivals and arrivals[0].arrival_s <= clock.now():
@@ -110,7 +103,7 @@ def simulate(
         else:
             loop.run_cycle()
     return Simulation(
-        [_record(job, latency) for job in jobs],
+        [_record(*one, latency) for one in zip(jobs, trace, strict=True)],
         counters,
         loop.policy.describe(),
         clock.now(),
@@ -166,18 +159,20 @@ def _without_prefixes(kv_cache: KVCacheSection) -> KVCacheSection:
     return kv_cache.model_copy(update={"prefix_caching": False})
 
 
-def _job(number: int, traced: TraceJob, service: ServiceLevel) -> Job:
+def _job(number: int, traced: TraceJob, scheduler: SchedulerSection) -> Job:
+    wanted = traced.service
+    service = ServiceLevel(wanted.priority, wanted.ttft_slo_s, wanted.tpot_slo_s, wanted.tenant)
     return Job(
         id=str(number),
         number=number,
         prompt_ids=array("i", bytes(4 * traced.prompt_tokens)),
         params=SamplingParams(max_tokens=traced.output_tokens, temperature=0, ignore_eos=True),
         arrival_s=traced.arrival_s,
-        service=service,
+        service=service.with_default_objectives(scheduler.ttft_slo_ms, scheduler.tpot_slo_ms),
     )
 
 
-def _record(job: Job, latency: LatencyModel) -> JobRecord:
+def _record(job: Job, traced: TraceJob, latency: LatencyModel) -> JobRecord:
     assert job.first_scheduled_s is not None
     assert job.first_token_s is not None
     assert job.last_token_s is not None
@@ -192,6 +187,7 @@ def _record(job: Job, latency: LatencyModel) -> JobRecord:
         executed_s=job.executed_s,
         swap_stall_s=job.swap_stall_s,
         alone_s=_alone_s(len(job.prompt_ids), len(job.output_ids), latency),
+        service=traced.service,
     )
 
 

@@ -9,9 +9,11 @@ import pytest
 from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes, Policy, Scheduled, fill_batch
+from fastserve_backend.scheduler.fair_shares import FairShares
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.gittins_index import Capacity
 from fastserve_backend.scheduler.learned_lengths import LearnedLengths
+from fastserve_backend.scheduler.priority_classes import PriorityClasses
 from fastserve_backend.scheduler.slo import SLO
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +42,8 @@ def job(
     ttft_s: float | None = None,
     tpot_s: float | None = None,
     max_tokens: int = 100,
+    priority: int = 0,
+    tenant: str = "",
 ) -> Job:
     return Job(
         id=f"job-{number}",
@@ -47,7 +51,7 @@ def job(
         prompt_ids=array("i", range(prompt_len)),
         params=SamplingParams(max_tokens=max_tokens),
         arrival_s=0.0,
-        service=ServiceLevel(ttft_slo_s=ttft_s, tpot_slo_s=tpot_s),
+        service=ServiceLevel(priority, ttft_s, tpot_s, tenant),
     )
 
 
@@ -98,7 +102,7 @@ def test_thousands_of_lost_prompts_step_back_a_few_at_a_time() -> None:
 # --- Later tokens -----------------------------------------------------------------------------
 
 
-def decoding(slo: Gittins, one: Job, num_tokens: int) -> Job:
+def decoding(slo: Policy, one: Job, num_tokens: int) -> Job:
     """The job gets tokens until it has so many, all at time 0."""
     slo.add(one, 0.0)
     while len(one.output_ids) < num_tokens:
@@ -199,6 +203,24 @@ def test_without_objectives_the_limits_are_those_of_the_load(limits: BatchLimits
     slo = policy(limits)
     slo.add(job(0, 5), 0.0)
     assert slo.limits_for(0.0, 1, 3) == limits.for_load(1, 3)
+
+
+def test_the_most_urgent_priority_decides_how_long_an_iteration_may_be() -> None:
+    classes = PriorityClasses(lambda: policy(LIMITS))
+    classes.add(job(0, 20, ttft_s=100.0), 0.0)
+    assert classes.limits_for(50.0, 1, 0).max_seqs == 2
+    classes.add(job(1, 20, priority=-1), 0.0)
+    assert classes.limits_for(50.0, 2, 0) == LIMITS.for_load(2, 0)
+    classes.add(job(2, 20, ttft_s=100.0, priority=-1), 0.0)
+    assert classes.limits_for(50.0, 3, 0).max_seqs == 2
+
+
+def test_a_tenant_that_is_pressed_takes_no_seats_from_other_tenants() -> None:
+    shares = FairShares(lambda: policy(LIMITS), TIMES, {}, max_model_len=200)
+    shares.add(job(0, 20, ttft_s=100.0, tenant="a"), 0.0)
+    assert shares.limits_for(50.0, 1, 0).max_seqs == 2
+    shares.add(job(1, 20, tenant="b"), 0.0)
+    assert shares.limits_for(50.0, 2, 0).max_seqs == 8
 
 
 # --- Properties -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 #include "int8_panels.h"
 #include "products.h"
 #include "quantized_panels.h"
+#include "rounded_rows.h"
 #include "team.h"
 
 namespace fastserve {
@@ -146,13 +147,12 @@ struct Plan {
     }
 };
 
-// count: panels of a weight.
-template <typename Panels, typename T>
+// P is the kind of product. count: panels of a weight.
+template <typename Panels, typename T, typename P = Product<T>>
 static void linear(const Team* team, const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of_x,
                    T* y, int64_t in, int64_t out, int64_t count, bool relu) {
-    using P = Product<T>;
     using X = typename P::X;
-    const int64_t steps = steps_of<T>(in);
+    const int64_t steps = P::steps(in);
     const int64_t tile_size = P::ROWS * std::max<int64_t>(1, steps);
     const int64_t most_tiles =
         std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
@@ -213,7 +213,7 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
                 int64_t begin = 0, end;
                 do {  // once for rows without elements, too
                     end = begin + std::min(pass_steps, steps - begin);
-                    const T* const of_steps = weights.steps(panel, begin, end);
+                    const auto of_steps = weights.steps(panel, begin, end);
                     for (int64_t tile = 0; tile < tiles; ++tile) {
                         const auto [first, height] = plan.tiles[batch.first_tile + tile];
                         const int64_t place = batch.first_tile + tile - block.first_tile;
@@ -338,8 +338,16 @@ static void quantized_linear_any(const Team* team, int64_t dtype, const void* x,
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const Pieces<T> weight((const StoredPiece*)pieces, count, in);
-        linear<QuantizedPanels<T>, T>(team, {{&weight, nullptr, (const T*)bias, 0, rows}},
-                                      {(const T*)x, x_stride, nullptr}, (T*)y, in, weight.out(),
+        const std::vector<Group<T>> all_rows{{&weight, nullptr, (const T*)bias, 0, rows}};
+        const RowsOfX<T> row_of_x{(const T*)x, x_stride, nullptr};
+#if defined(ROUNDS_ROWS)
+        if constexpr (sizeof(T) < sizeof(float))  // such rows have been rounded to 8 bits already
+            if (weight.all([](const auto& piece) { return can_round_rows(piece); }))
+                return linear<RoundingPanels, T, RoundedProduct>(team, all_rows, row_of_x, (T*)y, in,
+                                                                 weight.out(), weight.panels(),
+                                                                 relu != 0);
+#endif
+        linear<QuantizedPanels<T>, T>(team, all_rows, row_of_x, (T*)y, in, weight.out(),
                                       weight.panels(), relu != 0);
     });
 }

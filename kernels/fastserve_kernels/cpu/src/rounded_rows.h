@@ -158,7 +158,7 @@ struct PieceOfPanel {
 // As Product, a step being a group of the rows.
 struct RoundedProduct {
 #if defined(__AVX512F__)
-    static constexpr int ROWS = 6;
+    static constexpr int ROWS = 5;
 #else
     static constexpr int ROWS = 2;
 #endif

@@ -59,6 +59,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_quantized_bytes": (_INT, [_INT, _POINTER, _INT]),
     "fs_pack_quantized": (None, [_INT] + [_POINTER] * 7 + [_INT] * 2),
+    "fs_rounds_rows": (_INT, [_INT, _POINTER, _INT, _INT]),
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -121,6 +122,7 @@ class CompiledKernels:
         self._grouped_linear = operation("fs_grouped_linear")
         self._quantized_bytes = functions.fs_quantized_bytes
         self._pack_quantized = functions.fs_pack_quantized
+        self._rounds_rows = functions.fs_rounds_rows
         self._quantized_linear = operation("fs_quantized_linear")
         self._quantized_rows = operation("fs_quantized_rows")
 
@@ -471,6 +473,11 @@ class CompiledKernels:
             *(None if one is None else one.data_ptr() for one in numbers),
             panels.data_ptr(), codes.shape[1], codes.stride(0),
         )  # fmt: skip
+
+    def rounds_rows(self, pieces: Tensor, in_features: int, dtype: torch.dtype) -> bool:
+        """Whether `quantized_linear` rounds rows of `dtype` for these pieces."""
+        code = _DTYPE_CODES[dtype]
+        return bool(self._rounds_rows(code, pieces.data_ptr(), len(pieces), in_features))
 
     def quantized_linear(
         self, x: Tensor, pieces: Tensor, bias: Tensor | None, out_features: int, relu: bool

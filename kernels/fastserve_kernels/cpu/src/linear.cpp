@@ -342,7 +342,7 @@ static void quantized_linear_any(const Team* team, int64_t dtype, const void* x,
         const RowsOfX<T> row_of_x{(const T*)x, x_stride, nullptr};
 #if defined(ROUNDS_ROWS)
         if constexpr (sizeof(T) < sizeof(float))  // such rows have been rounded to 8 bits already
-            if (weight.all([](const auto& piece) { return can_round_rows(piece); }))
+            if (round_rows(weight))
                 return linear<RoundingPanels, T, RoundedProduct>(team, all_rows, row_of_x, (T*)y, in,
                                                                  weight.out(), weight.panels(),
                                                                  relu != 0);
@@ -387,6 +387,16 @@ extern "C" void fs_pack_quantized(int64_t dtype, const void* piece, const void* 
                    (Bytes)offset_step},
                   in, (uint8_t*)panels);
     });
+}
+
+// Whether products with these pieces round rows.
+extern "C" int64_t fs_rounds_rows(int64_t dtype, const void* pieces, int64_t count, int64_t in) {
+#if defined(ROUNDS_ROWS)
+    using namespace fastserve;
+    return dtype == kBFloat16 && round_rows(Pieces<bf16>((const StoredPiece*)pieces, count, in));
+#else
+    return 0 * (dtype + count + in) && pieces;
+#endif
 }
 
 OPERATION(fs_linear, linear_any)

@@ -322,6 +322,7 @@ class Piece {
     }
 
     float center() const { return center_; }
+    bool has_offset() const { return stored_.offset != kNoNumbers; }
     int64_t blocks() const { return blocks_; }
 
     // f(the kind of codes, a constant).

@@ -18,7 +18,9 @@ constexpr int64_t BLOCKS_OF_GROUP = 2, ROUNDED = BLOCKS_OF_GROUP * BLOCK;
 struct RoundedGroup {
     int8_t codes[ROUNDED];  // zeros past the end of the row
     float scale;
-    float sum, sum_of_block[BLOCKS_OF_GROUP];  // of codes * scale: of all, and of each block
+    // Of all codes, and of each block's: their sum, and that times the scale.
+    int32_t sum, sum_of_block[BLOCKS_OF_GROUP];
+    float scaled, scaled_of_block[BLOCKS_OF_GROUP];
 };
 
 // In each lane, the sum of the 8 lanes that it is among: those of a block's elements in a Pair of bfloat16.
@@ -49,7 +51,7 @@ static inline void round_group(const bf16* x, int64_t count, RoundedGroup* group
     const vf steps = splat(most > SMALLEST ? MOST_CODE / most : 0.f);
     const vf magic = splat(12582912.f);  // 1.5 * 2^23: no fraction is left, and codes are the last bits
     group->scale = most / MOST_CODE + hsum(not_a_number);
-    group->sum = 0.f;
+    group->sum = 0;
     for (int p = 0; p < PAIRS; ++p) {
         const vu even = (vu)(pairs[p].a * steps + magic), odd = (vu)(pairs[p].b * steps + magic);
         typedef uint16_t narrow __attribute__((vector_size(W * 2)));
@@ -57,10 +59,13 @@ static inline void round_group(const bf16* x, int64_t count, RoundedGroup* group
         std::memcpy(group->codes + p * PAIR, &codes, sizeof codes);
         const vi sums = sum_of_8((vi)(even + odd - 2 * (vu)magic));
         for (int i = 0; i < W; i += 8) {
-            group->sum_of_block[(p * W + i) / 8] = group->scale * (float)sums[i];
-            group->sum += group->scale * (float)sums[i];
+            const int block = (p * W + i) / 8;
+            group->sum_of_block[block] = sums[i];
+            group->scaled_of_block[block] = group->scale * (float)sums[i];
+            group->sum += sums[i];
         }
     }
+    group->scaled = group->scale * (float)group->sum;
 }
 
 // Adds, in each lane, the products of four bytes without a sign and four bytes with one.
@@ -88,10 +93,14 @@ static inline vu codes_of_quarter(const uint8_t* block, int quarter, int v) {
 // sums[m] += the products of row m with BLOCKS blocks, of which `block` is the first one's number in the
 // row's group.
 template <int64_t CODES, int BLOCKS, int M>
-__attribute__((always_inline)) static inline void add_blocks(const uint8_t* codes, Pair scale,
-                                                             Pair base, const RoundedGroup* x,
+__attribute__((always_inline)) static inline void add_blocks(const uint8_t* codes, int32_t center,
+                                                             Pair scale, const RoundedGroup* x,
                                                              int block, Pair* sums) {
-    vi products[M][2] = {};
+    vi products[M][2];
+    for (int m = 0; m < M; ++m) {
+        const int32_t sum = BLOCKS == 1 ? x[m].sum_of_block[block] : x[m].sum;
+        products[m][0] = products[m][1] = -center * sum - vi{};
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < BLOCKS * BLOCK / 4; ++i) {
         const uint8_t* const of_block = codes + i / 4 * BYTES_OF_BLOCK<CODES>;
@@ -109,11 +118,9 @@ __attribute__((always_inline)) static inline void add_blocks(const uint8_t* code
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-        const float of_row = x[m].scale, sum = BLOCKS == 1 ? x[m].sum_of_block[block] : x[m].sum;
+        const float of_row = x[m].scale;
         sums[m].a += __builtin_convertvector(products[m][0], vf) * (scale.a * of_row);
         sums[m].b += __builtin_convertvector(products[m][1], vf) * (scale.b * of_row);
-        sums[m].a += base.a * sum;
-        sums[m].b += base.b * sum;
     }
 }
 
@@ -127,30 +134,66 @@ struct PieceOfPanel {
     void add(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
         piece->with_codes([&](auto codes_constant) {
             constexpr int64_t CODES = decltype(codes_constant)::value;
-            if constexpr (CODES != kFloat8) add_codes<CODES, M>(begin, end, tile, sums);
+            if constexpr (CODES != kFloat8) {
+                add_codes<CODES, M>(begin, end, tile, sums);
+                if (piece->has_offset()) add_offsets<CODES, M>(begin, end, tile, sums);
+            }
         });
     }
 
    private:
-    template <int64_t CODES, int M>
-    void add_codes(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
-        const float center = piece->center();
-        Pair acc[M];  // in registers, as no one else has its address
-        for (int m = 0; m < M; ++m) acc[m] = sums[m];
+    // What a group of the weight and one of the rows have in common.
+    struct Common {
+        const uint8_t* codes;
+        Pair scale, offset;
+        const RoundedGroup* x;  // of M rows
+        int64_t block, blocks;  // the first block's number in the rows' group, and how many
+    };
+
+    template <int64_t CODES, int M, typename F>
+    __attribute__((always_inline)) inline void for_common(int64_t begin, int64_t end,
+                                                          const RoundedGroup* tile,
+                                                          const F& f) const {
         piece->template for_blocks<CODES>(
             panel, begin * BLOCKS_OF_GROUP, std::min(end * BLOCKS_OF_GROUP, piece->blocks()),
             [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
-                const Pair base = {offset.a - center * scale.a, offset.b - center * scale.b};
                 for (int64_t blocks; first < last; first += blocks) {
-                    const RoundedGroup* const x = tile + first / BLOCKS_OF_GROUP * M;
                     blocks = std::min(last - first, BLOCKS_OF_GROUP);
-                    if (blocks == BLOCKS_OF_GROUP)
-                        add_blocks<CODES, BLOCKS_OF_GROUP, M>(codes, scale, base, x, 0, acc);
-                    else
-                        add_blocks<CODES, 1, M>(codes, scale, base, x, first % BLOCKS_OF_GROUP, acc);
+                    f(Common{codes, scale, offset, tile + first / BLOCKS_OF_GROUP * M,
+                             first % BLOCKS_OF_GROUP, blocks});
                     codes += blocks * BYTES_OF_BLOCK<CODES>;
                 }
             });
+    }
+
+    template <int64_t CODES, int M>
+    void add_codes(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
+        const int32_t center = (int32_t)piece->center();
+        Pair acc[M];  // in registers, as no one else has its address
+        for (int m = 0; m < M; ++m) acc[m] = sums[m];
+        for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
+            if (of.blocks == BLOCKS_OF_GROUP)
+                add_blocks<CODES, BLOCKS_OF_GROUP, M>(of.codes, center, of.scale, of.x, 0, acc);
+            else
+                add_blocks<CODES, 1, M>(of.codes, center, of.scale, of.x, (int)of.block, acc);
+        });
+        for (int m = 0; m < M; ++m) sums[m] = acc[m];
+    }
+
+    // After the codes: both together need more registers than there are.
+    template <int64_t CODES, int M>
+    void add_offsets(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
+        Pair acc[M];
+        for (int m = 0; m < M; ++m) acc[m] = sums[m];
+        for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
+            for (int m = 0; m < M; ++m) {
+                const RoundedGroup& x = of.x[m];
+                const bool is_whole = of.blocks == BLOCKS_OF_GROUP;
+                const float sum = is_whole ? x.scaled : x.scaled_of_block[of.block];
+                acc[m].a += of.offset.a * sum;
+                acc[m].b += of.offset.b * sum;
+            }
+        });
         for (int m = 0; m < M; ++m) sums[m] = acc[m];
     }
 };
@@ -158,7 +201,7 @@ struct PieceOfPanel {
 // As Product, a step being a group of the rows.
 struct RoundedProduct {
 #if defined(__AVX512F__)
-    static constexpr int ROWS = 5;
+    static constexpr int ROWS = 6;
 #else
     static constexpr int ROWS = 2;
 #endif
@@ -194,9 +237,9 @@ struct RoundedProduct {
     }
 };
 
-// Of any number of rows. The decision must not depend on it, or results would.
-static inline bool can_round_rows(const Piece<bf16>& piece) {
-    return piece.has_groups_for(BLOCKS_OF_GROUP);
+// Whether products with these pieces round rows, of any number: results must not depend on it.
+static inline bool round_rows(const Pieces<bf16>& pieces) {
+    return pieces.all([](const auto& piece) { return piece.has_groups_for(BLOCKS_OF_GROUP); });
 }
 
 // Panels of Pieces for rounded rows.

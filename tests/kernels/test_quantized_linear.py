@@ -36,7 +36,12 @@ def weight_of(
     def some() -> GroupNumbers:
         if numbers == "steps":
             count = 8 if groups % 8 == 0 else groups
-            values = torch.randint(-32, 64, (out, groups), dtype=torch.int8)
+            # As in Q4_K, whose numbers are from 0 to 63, and in Q6_K.
+            values = (
+                torch.randint(64, (out, groups), dtype=torch.uint8)
+                if has_offsets
+                else torch.randint(-32, 64, (out, groups), dtype=torch.int8)
+            )
             return GroupNumbers(values, torch.rand(out, groups // count).half() / 64)
         return GroupNumbers((torch.randn(out, groups) / 64).to(numbers))
 

@@ -103,8 +103,8 @@ def _stored(
 def _fit_int8(values: Tensor) -> bool:
     if values.is_floating_point():
         return False
-    low, high = values.aminmax()
-    return bool(low >= _INT8.min and high <= _INT8.max)
+    low, high = (int(one) for one in values.aminmax())  # a uint8 is not compared with -128
+    return low >= _INT8.min and high <= _INT8.max
 
 
 def _narrowed(numbers: Tensor) -> Tensor:

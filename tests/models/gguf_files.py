@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -155,22 +156,23 @@ def tensors(model: LlamaForCausalLM) -> Arrays:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix in a type of few bits: bytes, uint8 [rows, n]."""
+    """A matrix, or several, in a type of few bits: bytes, uint8 [..., rows, n]."""
 
     kind: GGMLQuantizationType
     data: np.ndarray
 
     @classmethod
-    def random(cls, kind: str, rows: int, columns: int, *, size: float = 1e-3) -> Blocks:
+    def random(cls, kind: str, *shape: int, size: float = 1e-3) -> Blocks:
         """Any bytes, with steps of about `size`."""
         known = GGMLQuantizationType[kind]
+        rows, columns = math.prod(shape[:-1]), shape[-1]
         rng = np.random.default_rng([known, rows, columns])
         elements, num_bytes = gguf.GGML_QUANT_SIZES[known]
         data = rng.integers(0, 256, (rows, columns // elements, num_bytes), dtype=np.uint8)
         for start in STEPS[kind]:
             steps = rng.normal(0, size, data.shape[:2]).astype(np.float16)
             data[..., start : start + 2] = steps[..., None].view(np.uint8)
-        return cls(known, data.reshape(rows, -1))
+        return cls(known, data.reshape(*shape[:-1], -1))
 
     def dequantized(self) -> np.ndarray:
         values: np.ndarray = gguf.dequantize(self.data, self.kind)

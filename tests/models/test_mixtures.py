@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.expert_weights import dequantized
 from fastserve_backend.models.loader import load_model
-from fastserve_kernels.weight_quantization import rounded
+from fastserve_kernels.weight_quantization import quantize_groups, rounded
 from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, load, prompts
 from rank_threads import DividedModel
 from rotary_checkpoints import random_model
@@ -136,8 +137,10 @@ def test_other_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-def with_rounded_weights(model: PreTrainedModel, *, is_fused: bool) -> PreTrainedModel:
-    """Rounds linear layers and experts, but not routers, to INT8."""
+def with_rounded_weights(
+    model: PreTrainedModel, *, is_fused: bool, rounded: Callable[[Tensor], Tensor] = rounded
+) -> PreTrainedModel:
+    """Rounds linear layers and experts, but not routers, to INT8 or otherwise."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(rounded(layer.weight.detach()))
@@ -160,6 +163,22 @@ def test_int8(name: str, tensor_size: int, num_stages: int, tmp_path: Path) -> N
         str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
     )
     check_chunked_prompts(DividedModel(config, tensor_size, num_stages), theirs)  # type: ignore[arg-type]
+
+
+def in_int4(weight: Tensor) -> Tensor:
+    group = next(one for one in (64, 32, 16) if weight.shape[1] % one == 0)
+    return quantize_groups(weight, bits=4, group=group).dequantized(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_int4(name: str, tmp_path: Path) -> None:
+    theirs = with_rounded_weights(
+        saved(name, tmp_path), is_fused=name == "gpt_oss", rounded=in_int4
+    )
+    config = load_model_config(
+        str(tmp_path), load_format="auto", dtype="float32", quantization="int4"
+    )
+    check_chunked_prompts(load_model(config, torch.device("cpu")), theirs)
 
 
 def test_more_ranks_than_experts(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def _grouped_linear(
         int8=kind == "int8",
     )  # fmt: skip
     for group, weight in enumerate(weights):
-        linear.load(group, weight, None if biases is None else biases[group])
+        linear.load(group, [weight], None if biases is None else biases[group])
     if kind == "int8":
         weights = torch.stack([rounded(weight) for weight in weights])
     _, routes = _routes(mixture, device)

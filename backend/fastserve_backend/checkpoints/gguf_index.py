@@ -64,7 +64,7 @@ class MappedTensor:
     def is_kept(self) -> bool:
         """Whether it stays in memory as it is stored."""
         (first, *_) = self.sources
-        return first.kind in KEPT_TYPES and len(first.shape) == 2
+        return first.kind in KEPT_TYPES and len(first.shape) == 2 + ("{expert}" in self.name)
 
 
 @dataclass(frozen=True)

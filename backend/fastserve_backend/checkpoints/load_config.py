@@ -96,11 +96,6 @@ def load_model_config(
     config = replace(config, stored_quantization=stored)
     if config.quantization is None and load_format == "auto":
         config = _as_stored(config)
-    if quantization == "int4" and config.num_expert_parameters:
-        raise ModelError(
-            f"model {model!r} is a mixture of experts, whose weights cannot be rounded to int4; "
-            "set quantization to int8"
-        )
     # If no file has the field, the ids are the architecture's default.
     if config.eos_token_ids != raw.token_ids(_EOS, ()):
         config = replace(config, eos_is_default=True)
@@ -136,10 +131,7 @@ def _as_stored(config: ModelConfig) -> ModelConfig:
             return config
         num_bytes = index.memory_bytes(config.dtype)
     elif config.stored_quantization is not None:
-        experts = config.num_expert_parameters  # these are dequantized
-        share = 1 - experts / config.num_parameters
-        num_bytes = round(_weight_file_bytes(directory) * share)
-        num_bytes += experts * DTYPE_BYTES[config.dtype]
+        num_bytes = _weight_file_bytes(directory)
     else:
         return config
     return replace(config, quantization="as_stored", stored_weight_bytes=num_bytes)

@@ -146,7 +146,7 @@ struct Plan {
     }
 };
 
-// count: panels of a weight.
+// count: panels of a weight, or of that with the most.
 template <typename Panels, typename T>
 static void linear(const Team* team, const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of_x,
                    T* y, int64_t in, int64_t out, int64_t count, bool relu) {
@@ -198,7 +198,9 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
                 const int64_t pass_steps =
                     std::min(Panels::PASS_STEPS, tiles > FEW_TILES ? P::PASS_STEPS : steps);
                 weights.use(groups[batch.group].panels);
-                const Output<T> output = output_of(groups[batch.group], weights.columns(panel, out));
+                const Columns columns = weights.columns(panel, out);
+                if (columns.count <= 0) continue;  // another group's weight has more panels
+                const Output<T> output = output_of(groups[batch.group], columns);
                 if constexpr (Panels::FEW_ROWS > 0) {
                     const auto [first, height] = plan.tiles[batch.first_tile];
                     const int64_t place = batch.first_tile - block.first_tile;
@@ -244,17 +246,16 @@ static int64_t packed_size(int64_t out, int64_t in) {
     return panels_of(out) * steps_of<T>(in) * STEP_SIZE<T>;
 }
 
-// The groups that have rows, by where each one's begin; panels, scales and biases of all groups, one
-// after the other.
-template <typename Stored, typename T>
+// The groups that have rows, by where each one's begin; scales and biases of all groups, one after the
+// other. panels_of_group(g) are the panels of group g.
+template <typename T, typename F>
 static std::vector<Group<T>> groups_with_rows(int64_t count, const int32_t* starts,
-                                              const Stored* panels, const T* scales,
-                                              const T* biases, int64_t in, int64_t out) {
+                                              const F& panels_of_group, const T* scales,
+                                              const T* biases, int64_t out) {
     std::vector<Group<T>> groups;
     for (int64_t g = 0; g < count; ++g)
         if (starts[g] < starts[g + 1])
-            groups.push_back({panels + g * packed_size<T>(out, in),
-                              scales ? scales + g * out : nullptr,
+            groups.push_back({panels_of_group(g), scales ? scales + g * out : nullptr,
                               biases ? biases + g * out : nullptr, starts[g], starts[g + 1]});
     return groups;
 }
@@ -307,27 +308,52 @@ static void int8_linear_any(const Team* team, int64_t dtype, const void* x, cons
     });
 }
 
-// x [., in] -> y [., out]: rows from starts[g] up to starts[g + 1] of y have weight g, and are the rows
-// of x that `rows` names, or, without it, those of the same numbers. Other rows of y stay as they are.
-// panels: of all weights, one after the other, in INT8 if there are scales [groups, out]. biases
-// [groups, out] or null.
+// x [., in] -> y [., out]: rows from starts[g] up to starts[g + 1] of y, which has `y_rows`, have weight
+// g, and are the rows of x that `rows` names, or, without it, those of the same numbers. Other rows of y
+// stay as they are. pieces: of each weight `count`, one below the other. biases [groups, out] or null.
 static void grouped_linear_any(const Team* team, int64_t dtype, const void* x, const int32_t* rows,
-                               const int32_t* starts, const void* panels, const void* scales,
-                               const void* biases, void* y, int64_t groups, int64_t in, int64_t out,
-                               int64_t x_stride) {
+                               const int32_t* starts, const void* pieces, const void* biases,
+                               void* y, [[maybe_unused]] int64_t y_rows, int64_t groups,
+                               int64_t count, int64_t in, int64_t out, int64_t x_stride) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const RowsOfX<T> row_of_x{(const T*)x, x_stride, rows};
-        const auto groups_of = [&](auto* panels_of_type) {
-            return groups_with_rows(groups, starts, panels_of_type, (const T*)scales,
-                                    (const T*)biases, in, out);
+        std::vector<Pieces<T>> weights;
+        weights.reserve(groups);  // groups refer to them
+        bool are_plain = true;
+        int64_t most_panels = 0;
+        const auto weight_of = [&](int64_t group) {
+            weights.emplace_back((const StoredPiece*)pieces + group * count, count, in);
+            are_plain &= weights.back().plain_panels() != nullptr;
+            most_panels = std::max(most_panels, weights.back().panels());
+            return (const void*)&weights.back();
         };
-        if (scales)
-            linear<Int8Panels<T>>(team, groups_of((const int8_t*)panels), row_of_x, (T*)y, in, out,
-                                  panels_of(out), false);
-        else
-            linear<SamePanels<T>>(team, groups_of((const T*)panels), row_of_x, (T*)y, in, out,
-                                  panels_of(out), false);
+        auto used =
+            groups_with_rows(groups, starts, weight_of, (const T*)nullptr, (const T*)biases, out);
+        if (!are_plain)
+            return linear<QuantizedPanels<T>>(team, used, row_of_x, (T*)y, in, out,
+                                              most_panels, false);
+        for (Group<T>& group : used)
+            group.panels = ((const Pieces<T>*)group.panels)->plain_panels();
+        linear<SamePanels<T>>(team, used, row_of_x, (T*)y, in, out, most_panels, false);
+    });
+}
+
+// The same in INT8. panels: of all weights, one after the other; scales [groups, out].
+static void grouped_int8_linear_any(const Team* team, int64_t dtype, const void* x,
+                                    const int32_t* rows, const int32_t* starts, const void* panels,
+                                    const void* scales, const void* biases, void* y,
+                                    [[maybe_unused]] int64_t y_rows, int64_t groups, int64_t in,
+                                    int64_t out, int64_t x_stride) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const auto panels_of_group = [&](int64_t group) {
+            return (const int8_t*)panels + group * packed_size<T>(out, in);
+        };
+        linear<Int8Panels<T>>(team,
+                              groups_with_rows(groups, starts, panels_of_group, (const T*)scales,
+                                               (const T*)biases, out),
+                              {(const T*)x, x_stride, rows}, (T*)y, in, out, panels_of(out), false);
     });
 }
 
@@ -384,5 +410,6 @@ extern "C" void fs_pack_quantized(int64_t dtype, const void* piece, const void* 
 OPERATION(fs_linear, linear_any)
 OPERATION(fs_int8_linear, int8_linear_any)
 OPERATION(fs_grouped_linear, grouped_linear_any)
+OPERATION(fs_grouped_int8_linear, grouped_int8_linear_any)
 OPERATION(fs_quantized_linear, quantized_linear_any)
 OPERATION(fs_quantized_rows, quantized_rows_any)

@@ -12,7 +12,7 @@ import torch
 from decoder_checkpoints import MIXTURES
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.expert_weights import dequantized
+from fastserve_backend.models.expert_weights import mxfp4_weight
 from fastserve_backend.models.loader import load_model
 from fastserve_kernels.weight_quantization import quantize_groups, rounded
 from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, load, prompts
@@ -103,13 +103,14 @@ def test_mxfp4(tensor_size: int, num_stages: int, tmp_path: Path) -> None:
     theirs = saved("gpt_oss", tmp_path, **MULTIPLES_OF_32)
     save_in_mxfp4(theirs, tmp_path)
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    assert config.quantization == "as_stored"
     check_chunked_prompts(DividedModel(config, tensor_size, num_stages), theirs)  # type: ignore[arg-type]
 
 
 def test_every_number_of_mxfp4() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
     scales = torch.arange(120, 136, dtype=torch.uint8).view(1, 16)
-    values = dequantized(blocks, scales).view(16, 16, 2)
+    values = mxfp4_weight(blocks, scales).dequantized(torch.bfloat16).view(16, 16, 2)
     numbers = FP4 + [-one for one in FP4]
     for byte in range(256):
         group, place = divmod(byte, 16)

@@ -24,7 +24,11 @@ from fastserve_backend.checkpoints.model_config import (
     ModelConfig,
     Quantization,
 )
-from fastserve_backend.checkpoints.quantization_config import read_quantization
+from fastserve_backend.checkpoints.quantization_config import (
+    MXFP4_MORE_BYTES,
+    is_mxfp4,
+    read_quantization,
+)
 from fastserve_backend.checkpoints.weight_index import read_weight_index
 
 _log = logging.getLogger(__name__)
@@ -95,7 +99,7 @@ def load_model_config(
     )
     config = replace(config, stored_quantization=stored)
     if config.quantization is None and load_format == "auto":
-        config = _as_stored(config)
+        config = _as_stored(config, has_mxfp4=is_mxfp4(raw, model_type))
     # If no file has the field, the ids are the architecture's default.
     if config.eos_token_ids != raw.token_ids(_EOS, ()):
         config = replace(config, eos_is_default=True)
@@ -120,8 +124,11 @@ def load_model_config(
     return config
 
 
-def _as_stored(config: ModelConfig) -> ModelConfig:
-    """The same, with weights that stay in few bits if they are stored so."""
+def _as_stored(config: ModelConfig, *, has_mxfp4: bool) -> ModelConfig:
+    """The same, with weights that stay in few bits if they are stored so.
+
+    has_mxfp4: whether experts are in MXFP4.
+    """
     if config.directory is None:
         return config
     directory = Path(config.directory)
@@ -132,6 +139,9 @@ def _as_stored(config: ModelConfig) -> ModelConfig:
         num_bytes = index.memory_bytes(config.dtype)
     elif config.stored_quantization is not None:
         num_bytes = _weight_file_bytes(directory)
+    elif has_mxfp4:
+        num_bytes = _weight_file_bytes(directory)
+        num_bytes += round(config.num_expert_parameters * MXFP4_MORE_BYTES)
     else:
         return config
     return replace(config, quantization="as_stored", stored_weight_bytes=num_bytes)

@@ -12,6 +12,8 @@ from fastserve_backend.checkpoints.hf_config import HFConfig
 Layout = Literal["awq", "gptq", "packed", "plain"]
 
 _KNOWN = "awq, gptq, compressed-tensors or fp8, or mxfp4 of gpt_oss"
+MXFP4_MORE_BYTES = (5 + 16 / 32 - 4 - 8 / 32) / 8
+"""A weight takes so much more in memory than in MXFP4: codes have 5 bits there, scales 16."""
 _REMEDY = (
     "use another checkpoint of the model, with quantization int8 or int4 if its weights are to "
     "take less memory"
@@ -51,6 +53,13 @@ class StoredQuantization:
     rounds_activations: bool = False
 
 
+def is_mxfp4(raw: HFConfig, model_type: str) -> bool:
+    """Whether it is gpt-oss, with experts in MXFP4."""
+    fields = raw.mapping("quantization_config")
+    is_named = fields is not None and fields.states("quant_method", ("mxfp4",))
+    return is_named and model_type == "gpt_oss"
+
+
 def read_quantization(raw: HFConfig, model_type: str) -> StoredQuantization | None:
     """The format that a config.json names; None if the weights are not quantized. gpt-oss's MXFP4
     is read with its experts (`models.expert_weights`), so it counts as none.
@@ -61,7 +70,7 @@ def read_quantization(raw: HFConfig, model_type: str) -> StoredQuantization | No
     fields = raw.mapping("quantization_config")
     if fields is None and (older := raw.mapping("compression_config")) is not None:
         fields = older.with_default("quant_method", "compressed-tensors")
-    if fields is None or (model_type == "gpt_oss" and fields.states("quant_method", ("mxfp4",))):
+    if fields is None or is_mxfp4(raw, model_type):
         return None
     try:
         return _read(fields)

@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_mixture                  # OLMoE-1B-7B with 4 of its 16 layers
     python -m benchmarks.cpu_mixture --layers 16 --without-transformers
 
-Random weights and tokens, bfloat16, contexts of 16 tokens. A step is that of a rank: recorded, as in
-serving, and as Python code. Figures are medians of the repeats, with the least and the most in
+Random weights and tokens, bfloat16, contexts of 16 tokens. A step is that of a rank: recorded, as
+in serving, and as Python code. Figures are medians of the repeats, with the least and the most in
 brackets; the share of memory speed is that of the least. A step at least reads all weights that
 every token uses, and the experts that its tokens choose: their expected number, if each token
 chooses at random.

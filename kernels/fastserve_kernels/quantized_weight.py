@@ -5,6 +5,7 @@ Each format (GGUF's Q4_1, AWQ, FP8 …) is read into this one form. So kernels n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,3 +129,18 @@ class QuantizedWeight:
             offsets=None if self.offsets is None else moved(self.offsets),
             order=None if self.order is None else self.order.to(device),
         )
+
+
+def stacked(
+    weights: Sequence[QuantizedWeight | Tensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The weights, dequantized and one below the other: ``[sum of all out, in]``, rows
+    contiguous."""
+    parts = [
+        one.to(device).dequantized(dtype)
+        if isinstance(one, QuantizedWeight)
+        else one.to(device, dtype)
+        for one in weights
+    ]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole if whole.stride(1) == 1 else whole.contiguous()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu_mixture                  # OLMoE-1B-7B with 4 of its 16 layers
     python -m benchmarks.cpu_mixture --layers 16 --without-transformers
+    python -m benchmarks.cpu_mixture --quantization int4 --without-transformers
 
 Random weights and tokens, bfloat16, contexts of 16 tokens. A step is that of a rank: recorded, as
 in serving, and as Python code. Figures are medians of the repeats, with the least and the most in
@@ -35,7 +36,7 @@ MODEL, VOCAB_SIZE, CONTEXT, BLOCK_SIZE = "olmoe-1b-7b", 50304, 16, 16
 BATCHES = (1, 2, 4, 8, 16)
 BANDWIDTH_BYTES = 2**30
 
-console = Console(width=100)
+console = Console(width=120)
 
 
 def main() -> None:
@@ -43,6 +44,7 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=4)
     arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments.add_argument("--repeats", type=int, default=9)
+    arguments.add_argument("--quantization", choices=("int8", "int4"))
     arguments.add_argument("--without-transformers", action="store_true")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
@@ -54,7 +56,9 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(fields))
-        config = load_model_config(directory, load_format="dummy", dtype="bfloat16")
+        config = load_model_config(
+            directory, load_format="dummy", dtype="bfloat16", quantization=options.quantization
+        )
         device, most = torch.device("cpu"), max(BATCHES)
         model = load_model(config, device)
         kv = allocate_kv(config, device, BLOCK_SIZE, most, 0.9)
@@ -75,8 +79,8 @@ def main() -> None:
         if not options.without_transformers:
             theirs = transformers_seconds(directory, options.repeats)
     console.print(
-        f"{MODEL} with {options.layers} layers: {config.num_parameters / 1e9:.2f} billion "
-        f"parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} "
+        f"{MODEL} with {options.layers} layers in {config.weight_format}: "
+        f"{config.num_parameters / 1e9:.2f} billion parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} "
         f"threads read {bandwidth / 1e9:.1f} GB/s"
     )
     table = Table("jobs", "reading the weights, ms", "a step, ms", "share of memory speed")
@@ -96,10 +100,10 @@ def main() -> None:
 
 
 def bytes_read(config: ModelConfig, tokens: int) -> float:
-    """Of weights in bfloat16 by a step of so many tokens. Of the input table it reads few rows."""
+    """Of weights by a step of so many tokens. Of the input table it reads few rows."""
     experts = config.num_expert_parameters
     always = config.num_parameters - experts - config.num_head_parameters
-    return 2 * (always + experts * config.share_of_experts_read(tokens))
+    return config.linear_element_bytes * (always + experts * config.share_of_experts_read(tokens))
 
 
 def decode(runner: ModelRunner, jobs: int) -> Callable[[], object]:

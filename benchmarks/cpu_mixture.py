@@ -80,8 +80,9 @@ def main() -> None:
             theirs = transformers_seconds(directory, options.repeats)
     console.print(
         f"{MODEL} with {options.layers} layers in {config.weight_format}: "
-        f"{config.num_parameters / 1e9:.2f} billion parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} "
-        f"threads read {bandwidth / 1e9:.1f} GB/s"
+        f"{config.num_parameters / 1e9:.2f} billion parameters, "
+        f"{config.num_active_parameters / 1e9:.2f} active; {options.threads} threads "
+        f"read {bandwidth / 1e9:.1f} GB/s"
     )
     table = Table("jobs", "reading the weights, ms", "a step, ms", "share of memory speed")
     table.add_column("as Python code, ms")

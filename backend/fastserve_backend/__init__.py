@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastserve_backend.grammars.structured_output import StructuredOutput
+    from fastserve_backend.job import ServiceLevel
     from fastserve_backend.llm import LLM, Completion
     from fastserve_backend.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Completion", "SamplingParams", "StructuredOutput"]
+__all__ = ["LLM", "Completion", "SamplingParams", "ServiceLevel", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from fastserve_backend.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "ServiceLevel":
+        from fastserve_backend.job import ServiceLevel
+
+        return ServiceLevel
     if name == "StructuredOutput":
         from fastserve_backend.grammars.structured_output import StructuredOutput
 

@@ -19,7 +19,7 @@ START_TIMEOUT_S = 600.0
 """How long ranks may take to load the model. Large weights take minutes from a slow disk."""
 
 # Bounds of configured times: a microsecond and eleven days.
-_MIN_MS, _MAX_MS = 1e-3, 1e9
+_MIN_MS, MAX_MS = 1e-3, 1e9
 
 
 class _Section(BaseModel):
@@ -254,7 +254,21 @@ class SchedulerSection(_Section):
         "auto", description="Quantum of the highest queue, ms; auto: one decode iteration."
     )
     slo_ms: float = Field(
-        300.0, ge=_MIN_MS, le=_MAX_MS, description="Wanted normalized latency, ms a token."
+        300.0, ge=_MIN_MS, le=MAX_MS, description="Wanted normalized latency, ms a token."
+    )
+    ttft_slo_ms: float | None = Field(
+        None,
+        gt=0.0,
+        le=MAX_MS,
+        description="Wanted time to the first token, ms, of requests that name none; default: no "
+        "objective.",
+    )
+    tpot_slo_ms: float | None = Field(
+        None,
+        gt=0.0,
+        le=MAX_MS,
+        description="Wanted time for each later token, ms, of requests that name none; default: no "
+        "objective.",
     )
     starvation_ms: float | Literal["auto"] = Field(
         "auto",
@@ -321,6 +335,15 @@ class SchedulerSection(_Section):
         return self.length_prediction == "on"
 
 
+class TenantsSection(_Section):
+    most_urgent_priority: int = Field(
+        -100, ge=-(2**31), le=0, description="Lowest priority of a request, which runs first."
+    )
+    least_urgent_priority: int = Field(
+        100, ge=0, le=2**31 - 1, description="Highest priority of a request, which runs last."
+    )
+
+
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that a mapping has twice. PyYAML silently takes the last one."""
 
@@ -344,6 +367,7 @@ class EngineConfig(_Section):
     parallel: ParallelSection = ParallelSection()
     kv_cache: KVCacheSection = KVCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
+    tenants: TenantsSection = TenantsSection()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
@@ -417,10 +441,10 @@ class EngineConfig(_Section):
             )
         for key in ("base_quantum_ms", "starvation_ms"):
             value = getattr(scheduler, key)
-            if value != "auto" and not _MIN_MS <= value <= _MAX_MS:
+            if value != "auto" and not _MIN_MS <= value <= MAX_MS:
                 problems.append(
                     f"scheduler.{key}: got {value}; must be 'auto' or from {_MIN_MS:g} to "
-                    f"{_MAX_MS:g} ms"
+                    f"{MAX_MS:g} ms"
                 )
         return problems
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.progress import Progress
 
@@ -14,14 +14,23 @@ from fastserve_backend.checkpoints.chat_messages import check_messages
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
+from fastserve_backend.engine.service_levels import resolve_service
 from fastserve_backend.errors import EngineError, InvalidRequestError, OverloadedError
-from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
+from fastserve_backend.job import (
+    DEFAULT_SERVICE,
+    FinishReason,
+    JobOutput,
+    JobStats,
+    ServiceLevel,
+    TokenLogprob,
+)
 from fastserve_backend.length_prediction.prompt_text import last_user_words
 from fastserve_backend.sampling_params import SamplingParams
 
 # While prompts wait to be accepted, the engine is asked again this often.
 _RETRY_S = 1.0
 
+_T = TypeVar("_T")
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 
@@ -75,6 +84,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        service: ServiceLevel | Sequence[ServiceLevel] = DEFAULT_SERVICE,
         progress: bool = True,
     ) -> list[Completion]:
         """Complete all prompts, batched together; results are in the order of the prompts.
@@ -83,6 +93,8 @@ class LLM:
             prompts: a text, token ids, or a list of either.
             params: one for all prompts, or one each. The model's own defaults replace what they
                 leave out.
+            service: one for all prompts, or one each. Objectives of the configuration replace those
+                that they leave out. Errors show objectives in ms, as in requests.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be used. Nothing is generated
@@ -91,13 +103,14 @@ class LLM:
         """
         jobs = _as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in jobs]
-        return self._complete(jobs, texts, params, progress)
+        return self._complete(jobs, texts, params, service, progress)
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        service: ServiceLevel | Sequence[ServiceLevel] = DEFAULT_SERVICE,
         progress: bool = True,
     ) -> list[Completion]:
         """The model's answer to the last message of each conversation, by its chat template.
@@ -106,6 +119,7 @@ class LLM:
             conversations: a list of messages, or a list of such lists. A message has a ``role`` and
                 a ``content``, which is a text or a list of parts of type ``text``. An assistant's
                 message with ``tool_calls`` needs no content.
+            params, service: as for ``generate``.
 
         Raises:
             InvalidRequestError: as ``generate``; also if a message is not valid, or the model has
@@ -115,7 +129,7 @@ class LLM:
         jobs = [check_messages(one) for one in _as_conversations(conversations)]
         prompts = [self.engine.checks.encode_chat(messages) for messages in jobs]
         texts = [last_user_words(messages) for messages in jobs]
-        return self._complete(prompts, texts, params, progress)
+        return self._complete(prompts, texts, params, service, progress)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, bytes | bytearray):  # a sequence of integers, but not of token ids
@@ -127,20 +141,17 @@ class LLM:
         jobs: Sequence[Prompt],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        service: ServiceLevel | Sequence[ServiceLevel],
         progress: bool,
     ) -> list[Completion]:
         """``texts`` has the user's words of each prompt; None if only its tokens are known."""
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(jobs)
-        else:
-            each = list(params)
-        if len(each) != len(jobs):
-            raise InvalidRequestError(
-                "params", len(each), f"must be one for all {len(jobs)} prompts, or one each"
-            )
+        params = SamplingParams() if params is None else params
+        each = _one_each("params", params, len(jobs))
+        services = _one_each("service", service, len(jobs))
         ids = [self._token_ids(prompt) for prompt in jobs]
-        for prompt_ids, one in zip(ids, each, strict=True):
+        for prompt_ids, one, wanted in zip(ids, each, services, strict=True):
             self.engine.checks.validate(prompt_ids, one)
+            resolve_service(wanted, self.engine.config)
         completions = [Completion(prompt) for prompt in jobs]
         outputs: queue.SimpleQueue[tuple[int, JobOutput]] = queue.SimpleQueue()
         numbers: list[int] = []
@@ -148,7 +159,9 @@ class LLM:
         def submit_waiting() -> None:
             for index in range(len(numbers), len(jobs)):
                 try:
-                    number = self._submit(index, ids[index], texts[index], each[index], outputs)
+                    number = self._submit(
+                        index, ids[index], texts[index], each[index], services[index], outputs
+                    )
                 except OverloadedError:
                     return  # the rest is submitted when a job has ended
                 numbers.append(number)
@@ -178,6 +191,7 @@ class LLM:
         prompt_ids: Sequence[int],
         prompt_text: str | None,
         params: SamplingParams,
+        service: ServiceLevel,
         outputs: queue.SimpleQueue[tuple[int, JobOutput]],
     ) -> int:
         return self.engine.submit(
@@ -185,8 +199,23 @@ class LLM:
             prompt_ids,
             params,
             lambda output: outputs.put((index, output)),
+            service=service,
             prompt_text=prompt_text,
         )
+
+
+def _one_each(name: str, given: _T | Sequence[_T], number: int) -> list[_T]:
+    """``number`` values: those given, or the one that is given for each.
+
+    Raises:
+        InvalidRequestError: another number is given.
+    """
+    each = list(given) if isinstance(given, Iterable) else [given] * number
+    if len(each) != number:
+        raise InvalidRequestError(
+            name, len(each), f"must be one for all {number} prompts, or one each"
+        )
+    return each
 
 
 def _add(completion: Completion, output: JobOutput) -> bool:

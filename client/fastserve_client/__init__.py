@@ -32,7 +32,13 @@ if TYPE_CHECKING:
         ServerOverloaded,
         ServerUnavailable,
     )
-    from fastserve_client.options import Message, Prompt, SamplingOptions
+    from fastserve_client.options import (
+        Message,
+        Prompt,
+        RequestOptions,
+        SamplingOptions,
+        ServiceOptions,
+    )
     from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
 
 __all__ = [
@@ -44,7 +50,9 @@ __all__ = [
     "EngineState",
     "Prompt",
     "Message",
+    "RequestOptions",
     "SamplingOptions",
+    "ServiceOptions",
     "Chunk",
     "Completion",
     "TokenLogprob",
@@ -72,7 +80,9 @@ _MODULES = {
     "EngineState": "engine_state",
     "Prompt": "options",
     "Message": "options",
+    "RequestOptions": "options",
     "SamplingOptions": "options",
+    "ServiceOptions": "options",
     "DEFAULT_URL": "endpoint",
     "DEFAULT_HTTP_URL": "endpoint",
     "Endpoint": "endpoint",

@@ -22,7 +22,7 @@ from fastserve_client.transport import AioCall, open_aio_transport
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from fastserve_client.options import Prompt, SamplingOptions
+    from fastserve_client.options import Prompt, RequestOptions
 
 
 class AsyncFastServeClient:
@@ -55,7 +55,7 @@ class AsyncFastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> AsyncTokenStream:
         """Sends the request and returns an asynchronous iterator over its chunks.
 
@@ -65,7 +65,7 @@ class AsyncFastServeClient:
         request = build_request(
             self.model,
             prompt,
-            sampling,
+            options,
             stream=True,
             perf_metrics=perf_metrics,
             request_id=request_id,
@@ -79,7 +79,7 @@ class AsyncFastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Returns the whole completion. It has the arguments of ``stream``, and its errors.
 
@@ -88,7 +88,7 @@ class AsyncFastServeClient:
         request = build_request(
             self.model,
             prompt,
-            sampling,
+            options,
             stream=self._transport.only_streams,
             perf_metrics=perf_metrics,
             request_id=request_id,

@@ -18,7 +18,7 @@ from fastserve_client.terminal import ExitCode, TextWriter, cannot_write
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from fastserve_client.options import Message, SamplingOptions
+    from fastserve_client.options import Message, RequestOptions
 
 _FORGET = "/clear"
 _HELP = f"Ctrl-C stops an answer, Ctrl-D ends, {_FORGET} forgets the conversation."
@@ -27,7 +27,7 @@ _MAKE_ROOM = f"{_FORGET} forgets the conversation, which is sent with each messa
 
 
 def chat_in_terminal(
-    *, url: str, system: str | None, timeout_s: float | None, **sampling: Unpack[SamplingOptions]
+    *, url: str, system: str | None, timeout_s: float | None, **options: Unpack[RequestOptions]
 ) -> ExitCode:
     """Reads messages, a line each, from stdin until its end and streams the answers to stdout.
 
@@ -44,7 +44,7 @@ def chat_in_terminal(
     """
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
-    sampling["clip_max_tokens"] = True
+    options["clip_max_tokens"] = True
     code = ExitCode.OK
     try:
         client = FastServeClient(url)
@@ -58,7 +58,7 @@ def chat_in_terminal(
                 continue
             messages.append({"role": "user", "content": line})
             try:
-                code, answer = _answer(client, messages, timeout_s, sampling)
+                code, answer = _answer(client, messages, timeout_s, options)
             except OSError as error:
                 return cannot_write(error, sys.stdout, sys.stderr)
             if code == ExitCode.USAGE and len(messages) > len(beginning) + 1:
@@ -95,19 +95,19 @@ def _answer(
     client: FastServeClient,
     messages: list[Message],
     timeout_s: float | None,
-    sampling: SamplingOptions,
+    options: RequestOptions,
 ) -> tuple[ExitCode, str]:
     writer = TextWriter(sys.stdout)
     answer, num_tokens = "", 0
     code, closing_line = ExitCode.OK, None
     try:
-        with client.stream(messages, timeout_s=timeout_s, **sampling) as stream:
+        with client.stream(messages, timeout_s=timeout_s, **options) as stream:
             for chunk in _read_by_thread(stream):
                 answer += chunk.text
                 num_tokens += len(chunk.token_ids)
                 writer.write(chunk.text)
                 if chunk.finish_reason == "length":
-                    is_clipped = num_tokens < (sampling.get("max_tokens") or 0)
+                    is_clipped = num_tokens < (options.get("max_tokens") or 0)
                     closing_line = _NO_MORE_ROOM if is_clipped else "(cut off at max_tokens)"
     except KeyboardInterrupt:
         code, closing_line = ExitCode.INTERRUPTED, "(stopped)"

@@ -20,7 +20,7 @@ from fastserve_client.transport import Call, open_transport
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from fastserve_client.options import Prompt, SamplingOptions
+    from fastserve_client.options import Prompt, RequestOptions
 
 READY_TIMEOUT_S = 5.0
 
@@ -62,7 +62,7 @@ class FastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> TokenStream:
         """Sends the request now and returns an iterator over its chunks.
 
@@ -72,7 +72,7 @@ class FastServeClient:
             timeout_s: seconds for the whole request, above 0; ``None`` sets no limit.
             perf_metrics: true adds the server's ``PerfMetrics`` to the last chunk.
             request_id: appears in the server's logs; by default the server makes one up.
-            **sampling: see ``SamplingOptions``.
+            **options: see ``SamplingOptions`` and ``ServiceOptions``.
 
         Raises:
             InvalidRequest: the request cannot be sent. (Iterating raises the server's refusals and
@@ -84,7 +84,7 @@ class FastServeClient:
             build_request(
                 self.model,
                 prompt,
-                sampling,
+                options,
                 stream=True,
                 perf_metrics=perf_metrics,
                 request_id=request_id,
@@ -99,13 +99,13 @@ class FastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Returns the whole completion. It has the arguments of ``stream``, and its errors."""
         request = build_request(
             self.model,
             prompt,
-            sampling,
+            options,
             stream=self._transport.only_streams,
             perf_metrics=perf_metrics,
             request_id=request_id,

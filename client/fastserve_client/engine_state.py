@@ -1,19 +1,22 @@
-"""The engine at one moment, for requests with ``watch_interval_ms``: only numbers.
+"""The engine at one moment, for requests with ``watch_interval_ms``.
 
-It has neither text nor request ids.
+It has numbers and the names of tenants, but neither text nor request ids.
 
 Client and server import this module, so it depends only on the standard library. On the wire it
-is JSON with the names of these fields.
+is JSON with the names of these fields. Client and server may be of different versions: a new field
+has a default, for servers that do not send it, and is ignored by clients that do not know it.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 MAX_LISTED_JOBS: Final = 256
 """A picture lists so many unfinished jobs and only counts the others."""
+
+_Part = TypeVar("_Part")
 
 State = Literal["waiting", "running", "preempted", "swapping_out", "swapped", "swapping_in"]
 
@@ -39,6 +42,15 @@ class ListedJob:
     waited_s: float
     """Seconds since its arrival in which it was part of no iteration."""
     num_preemptions: int
+    priority: int = 0
+    """Lower runs first."""
+    tenant: str = ""
+    ttft_slo_s: float | None = None
+    """Wanted time to the first token, in seconds; None: no objective."""
+    tpot_slo_s: float | None = None
+    """Wanted time for each later token, in seconds; None: no objective."""
+    late_s: float | None = None
+    """How late its next token is, in seconds; negative: the time left. None: no objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,14 @@ class LevelState:
     quantum_s: float | None
     """Execution time after which a job sinks, seconds. For a job with a predicted length: the
     longest remaining time. ``None``: the policy has no quanta."""
+    num_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityState:
+    """The jobs of one priority."""
+
+    priority: int
     num_jobs: int
 
 
@@ -97,18 +117,25 @@ class EngineState:
     device: TierState
     host: TierState
     totals: Totals
+    priorities: tuple[PriorityState, ...] = ()
+    """Those that unfinished jobs have, lowest first."""
 
     @classmethod
     def from_json(cls, text: str) -> EngineState:
         """Raises ValueError, KeyError or TypeError if the text is no such picture."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(
-            **{
-                **fields,
-                "levels": tuple(LevelState(**level) for level in fields["levels"]),
-                "jobs": tuple(ListedJob(**job) for job in fields["jobs"]),
-                "device": TierState(**fields["device"]),
-                "host": TierState(**fields["host"]),
-                "totals": Totals(**fields["totals"]),
-            }
-        )
+        values: dict[str, Any] = json.loads(text)
+        parts = {
+            "levels": tuple(_known(LevelState, level) for level in values["levels"]),
+            "jobs": tuple(_known(ListedJob, job) for job in values["jobs"]),
+            "device": _known(TierState, values["device"]),
+            "host": _known(TierState, values["host"]),
+            "totals": _known(Totals, values["totals"]),
+            "priorities": tuple(_known(PriorityState, one) for one in values.get("priorities", ())),
+        }
+        return _known(cls, values | parts)
+
+
+def _known(kind: type[_Part], values: dict[str, Any]) -> _Part:
+    """The dataclass ``kind`` with the values that it has fields for."""
+    names: tuple[str, ...] = kind.__match_args__  # type: ignore[attr-defined]
+    return kind(**{name: values[name] for name in names if name in values})

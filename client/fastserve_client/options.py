@@ -1,10 +1,10 @@
-"""The sampling options of a request, as keyword arguments and as one JSON tensor."""
+"""The options of a request, as keyword arguments and as one JSON tensor."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, TypedDict, get_type_hints
 
 from fastserve_client.errors import InvalidRequest, shown
 
@@ -51,16 +51,35 @@ class SamplingOptions(TypedDict, total=False):
     """Also return the log-probability of each token, and this many of the most likely ones."""
 
 
-OPTION_NAMES = frozenset(SamplingOptions.__annotations__)
+class ServiceOptions(TypedDict, total=False):
+    """How urgent a request is, and whose it is. The server checks these values too."""
 
-# The types that JSON can carry, for each type that the server takes.
+    priority: int | None
+    """Lower runs first; the default is 0."""
+    ttft_slo_ms: float | None
+    """Wanted time to the first token; the default is the server's."""
+    tpot_slo_ms: float | None
+    """Wanted time for each later token; the default is the server's."""
+    tenant: str | None
+    """For whom the request runs."""
+
+
+class RequestOptions(SamplingOptions, ServiceOptions, total=False):
+    """All options of a request."""
+
+
+OPTION_NAMES = frozenset(RequestOptions.__annotations__)
+
+# What JSON can carry, for each type of an option.
 _ALLOWED = {
-    int: "an integer that fits 64 bits",
-    float: "a finite number",
-    bool: "a bool",
-    str: "text or a list of texts",
-    Sequence: "a list of token ids",
-    Mapping: "a mapping that JSON can carry",
+    int | None: "an integer that fits 64 bits",
+    float | None: "a finite number",
+    bool | None: "a bool",
+    str | None: "text",
+    str | Sequence[str] | None: "text or a list of texts",
+    Sequence[int] | int | None: "a list of token ids",
+    Mapping[int, float] | Mapping[str, float] | None: "a mapping that JSON can carry",
+    Mapping[str, Any] | None: "a mapping that JSON can carry",
 }
 
 
@@ -78,7 +97,7 @@ def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str
     unknown = sorted(options.keys() - OPTION_NAMES)
     if unknown:
         raise TypeError(
-            f"unknown sampling option {unknown[0]!r}; there are: {', '.join(sorted(OPTION_NAMES))}"
+            f"unknown option {unknown[0]!r}; there are: {', '.join(sorted(OPTION_NAMES))}"
         )
     fields = []
     for name, value in (*options.items(), *flags.items()):
@@ -87,11 +106,6 @@ def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str
         try:
             fields.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
         except (TypeError, ValueError):
-            raise InvalidRequest(f"{name}: got {shown(value)}; must be {_allowed(name)}") from None
+            allowed = _ALLOWED[get_type_hints(RequestOptions)[name]]
+            raise InvalidRequest(f"{name}: got {shown(value)}; must be {allowed}") from None
     return "{" + ", ".join(fields) + "}"
-
-
-def _allowed(name: str) -> str:
-    """The option's type without ``None``, which comes last in its annotation."""
-    kind, *_ = get_args(get_type_hints(SamplingOptions)[name])
-    return _ALLOWED[get_origin(kind) or kind]

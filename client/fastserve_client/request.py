@@ -34,7 +34,7 @@ def build_request(
     perf_metrics: bool = False,
     request_id: str = "",
 ) -> InferRequest:
-    """The request for ``prompt`` with the given ``SamplingOptions``.
+    """The request for ``prompt`` with the given ``RequestOptions``.
 
     Raises:
         InvalidRequest: a value that the wire cannot carry.

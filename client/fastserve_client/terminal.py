@@ -17,7 +17,7 @@ from fastserve_client.results import Chunk
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from fastserve_client.options import Prompt, SamplingOptions
+    from fastserve_client.options import Prompt, RequestOptions
 
 
 class ExitCode(IntEnum):
@@ -81,7 +81,7 @@ def generate_to_terminal(
     timeout_s: float | None = None,
     out: TextIO | None = None,
     err: TextIO | None = None,
-    **sampling: Unpack[SamplingOptions],
+    **options: Unpack[RequestOptions],
 ) -> ExitCode:
     """Streams the completion to ``out`` (default stdout), then one line about it to ``err``.
 
@@ -100,7 +100,7 @@ def generate_to_terminal(
         try:
             with (
                 FastServeClient(url) as client,
-                client.stream(prompt, timeout_s=timeout_s, **sampling) as chunks,
+                client.stream(prompt, timeout_s=timeout_s, **options) as chunks,
             ):
                 for chunk in chunks:
                     progress.add(chunk, time.monotonic())

@@ -113,6 +113,8 @@ def test_what_the_wire_cannot_carry_is_refused_by_name(
         ({"max_tokens": float("nan")}, "an integer that fits 64 bits"),
         ({"ignore_eos": float("nan")}, "a bool"),
         ({"stop": b"bytes"}, "text or a list of texts"),
+        ({"tenant": b"bytes"}, "text"),
+        ({"ttft_slo_ms": float("nan")}, "a finite number"),
         ({"stop_token_ids": {5}}, "a list of token ids"),
     ],
     ids=str,

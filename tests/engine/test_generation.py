@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from collector import Collector
-from fastserve_backend import LLM, SamplingParams
+from fastserve_backend import LLM, SamplingParams, ServiceLevel
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason
 from live_engine import small_engine
@@ -34,6 +34,26 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(llm: LLM) -> None:
     assert together[8].token_ids == alone.token_ids
     assert together[8].text == alone.text
     assert together[9].token_ids != alone.token_ids[:16]
+
+
+def test_each_prompt_has_its_service_level(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    tokens = llm.engine.counters.tenant_tokens
+    levels = [ServiceLevel(tenant="one"), ServiceLevel(-1, tenant="two")]
+    llm.generate([PROMPT, PROMPT], params, service=levels, progress=False)
+    assert (tokens["one"], tokens["two"]) == (7, 7)
+    llm.generate([PROMPT, PROMPT], params, service=levels[0], progress=False)
+    assert (tokens["one"], tokens["two"]) == (21, 7)
+    with pytest.raises(InvalidRequestError, match=r"^service: got 1; must be one for all 2"):
+        llm.generate([PROMPT, PROMPT], params, service=levels[:1], progress=False)
+    before = llm.engine.counters.prompt_tokens
+    for bad, message in (
+        (ServiceLevel(101), "priority: got 101"),
+        (ServiceLevel(tpot_slo_s=0), "tpot_slo_ms: got 0"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.generate([PROMPT, PROMPT], params, service=[levels[0], bad], progress=False)
+    assert llm.engine.counters.prompt_tokens == before
 
 
 def test_without_a_seed_texts_differ(llm: LLM) -> None:

@@ -20,10 +20,11 @@ from PIL import Image
 from running_gateway import RunningGateway, running_gateway
 from running_server import running_server
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from serving_client import ended_jobs, used_blocks, wait_until_idle
+from serving_client import GrpcStream, ended_jobs, used_blocks, wait_until_idle
 from waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -152,6 +153,41 @@ def test_queues_memory_and_traffic_move_under_load(
     page.until(lambda: page.text("running") == "0" and page.lanes_of_jobs() == {})
     page.until(lambda: page.text("device-text").startswith("0 of "))
     wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") == before + 20, DEADLINE_S)
+    assert page.errors() == []
+
+
+def test_a_job_shows_its_service_level(
+    page: Page, gateway: RunningGateway, endpoints: Endpoints
+) -> None:
+    page.open(gateway)
+    page.until_live()
+    wait_until_idle(endpoints)
+    stream = GrpcStream(
+        endpoints.grpc_url,
+        text_input="a long one",
+        stream=True,
+        max_tokens=3500,
+        ignore_eos=True,
+        priority=-2,
+        tenant="<b>acme</b>",
+        ttft_slo_ms=60_000,
+        tpot_slo_ms=0.1,
+    )
+    stream.first_token()
+    page.until(lambda: "priority, the lowest first: -2: 1" in page.text("unlisted"))
+    page.until(lambda: page.driver.find_elements(By.CSS_SELECTOR, ".job[data-late]"))
+    job = page.driver.find_element(By.CSS_SELECTOR, ".job[data-late]")
+    ActionChains(page.driver).move_to_element(job).perform()
+    shown = page.text("job-details").splitlines()
+    assert shown[4:8] == [
+        "priority -2",
+        "tenant <b>acme</b>",
+        "wanted: first token in 60 s",
+        "wanted: each later token in 0.1 ms",
+    ]
+    assert shown[8].startswith("next token late by ")
+    stream.cancel()
+    page.until(lambda: page.lanes_of_jobs() == {})
     assert page.errors() == []
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
-from metric_traffic import BLOCK_SIZE, DEVICE_BLOCKS, MAX_NUM_SEQS, Traffic, drive
+from metric_traffic import (
+    BLOCK_SIZE,
+    DEVICE_BLOCKS,
+    MAX_NUM_SEQS,
+    TPOT_SLO_MS,
+    TTFT_SLO_MS,
+    Traffic,
+    drive,
+)
 from running_server import running_server
 from tiny_model import TINY_OPT, engine_options
 
@@ -32,6 +40,8 @@ def server(log_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "strategy": "reactive",
         "base_quantum_ms": 2.0,
         "starvation_ms": 100.0,
+        "ttft_slo_ms": TTFT_SLO_MS,
+        "tpot_slo_ms": TPOT_SLO_MS,
         "length_prediction": "on",
         "length_prediction_dir": str(tmp_path_factory.mktemp("lengths")),
     }

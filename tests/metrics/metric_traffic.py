@@ -15,6 +15,9 @@ from waiting import wait_for
 BLOCK_SIZE = 16
 DEVICE_BLOCKS = 120
 MAX_NUM_SEQS = 4
+TENANT = 'the "acme" é'
+"""Of one request with a prompt of three tokens and one token of output."""
+TTFT_SLO_MS, TPOT_SLO_MS = 400.0, 20.0
 NUM_STREAMS = 48  # long, as values are published only twice a second
 MOST_ROUNDS = 5  # on a busy machine no value may be published while jobs are in every state
 PROMPT_TOKENS = 500
@@ -88,7 +91,7 @@ def drive(endpoints: Endpoints) -> Traffic:
     word = whole.text[len(whole.text) // 2 :][:2]
     stops = [generate(url, input_ids=again, max_tokens=20, stop_words=[word], **flags)]
     # One token is a first token without a later one.
-    single = generate(url, input_ids=prompt(3), max_tokens=1, **flags)
+    single = generate(url, input_ids=prompt(3), max_tokens=1, tenant=TENANT, **flags)
     lengths += [whole, single]
 
     began = time.monotonic()

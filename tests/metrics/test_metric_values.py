@@ -13,6 +13,9 @@ from metric_traffic import (
     DEVICE_BLOCKS,
     MAX_NUM_SEQS,
     PROMPT_TOKENS,
+    TENANT,
+    TPOT_SLO_MS,
+    TTFT_SLO_MS,
     Traffic,
     scrape_when,
 )
@@ -82,6 +85,38 @@ def test_tokens_are_counted(traffic: Traffic) -> None:
     assert full_blocks <= traffic.grown("fastserve_prefix_cached_tokens_total")
 
 
+def test_tokens_are_counted_for_their_tenants(traffic: Traffic) -> None:
+    name = "fastserve_tenant_tokens_total"
+    assert traffic.after.label_values(name, "tenant") == {"", TENANT}
+    assert traffic.after.value(name, tenant=TENANT) == 3 + 1
+    assert traffic.after.total(name) == sum(
+        traffic.after.value(f"fastserve_{kind}_tokens_total") for kind in ("prompt", "generation")
+    )
+
+
+def tpot_s(answer: Answer) -> float:
+    outputs = answer.outputs
+    times_ns = outputs[protocol.FIRST_TOKEN_TIME_NS], outputs[protocol.LAST_TOKEN_TIME_NS]
+    return (times_ns[1] - times_ns[0]) / (len(answer.token_ids) - 1) / 1e9
+
+
+def test_completed_jobs_keep_or_miss_the_servers_objectives(traffic: Traffic) -> None:
+    kept = {
+        "ttft": [ttft_s(answer) <= TTFT_SLO_MS / 1e3 for answer in traffic.completed],
+        # Not those with one token.
+        "tpot": [
+            tpot_s(answer) <= TPOT_SLO_MS / 1e3
+            for answer in traffic.completed
+            if len(answer.token_ids) > 1
+        ],
+    }
+    for objective, each in kept.items():
+        attained = traffic.grown("fastserve_slo_attained_total", objective=objective)
+        missed = traffic.grown("fastserve_slo_missed_total", objective=objective)
+        assert (attained, missed) == (sum(each), len(each) - sum(each))
+    assert False in kept["ttft"]  # most streams wait for others
+
+
 def test_jobs_are_preempted_demoted_and_promoted(traffic: Traffic) -> None:
     preemptions = sum(answer.outputs[protocol.NUM_PREEMPTIONS] for answer in traffic.completed)
     assert 0 < preemptions <= traffic.grown("fastserve_preemptions_total")
@@ -109,11 +144,13 @@ def test_gauges_show_the_load_and_return_to_idle(traffic: Traffic) -> None:
     assert during.value("fastserve_jobs", state="running") <= MAX_NUM_SEQS
     assert during.total("fastserve_jobs") <= len(traffic.lengths)
     assert during.total("fastserve_queue_jobs") > 0
+    assert during.value("fastserve_priority_jobs", priority="0") > 0
     assert during.value("fastserve_kv_blocks", tier="device", state="used") > 0
     for scrape in (traffic.before, traffic.after):
         assert scrape.label_values("fastserve_jobs", "state") == {"running", "waiting", "swapped"}
         assert scrape.total("fastserve_jobs") == 0
         assert scrape.total("fastserve_queue_jobs") == 0
+        assert scrape.total("fastserve_priority_jobs") == 0
         for tier, blocks in (("device", DEVICE_BLOCKS), ("host", None)):
             free = scrape.value("fastserve_kv_blocks", tier=tier, state="free")
             assert scrape.value("fastserve_kv_blocks", tier=tier, state="used") == 0

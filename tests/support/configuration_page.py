@@ -35,7 +35,7 @@ def with_tables(page: str) -> str:
     }
     tables["policies"] = _policies_table()
     found = [match[2] for match in _TABLE.finditer(page)]
-    if found != list(tables):
+    if sorted(found) != sorted(tables):
         raise ValueError(f"{PAGE}: the tables are of {found}, not of {list(tables)}")
     return _TABLE.sub(lambda match: match[1] + tables[match[2]] + match[3], page)
 

@@ -79,6 +79,10 @@ def test_what_the_server_refuses_names_field_and_value(client: FastServeClient) 
         list(client.stream("Hello", temperature=-1))
     with pytest.raises(InvalidRequest, match=r"^max_tokens: got 1000000"):
         client.generate("Hello", max_tokens=1_000_000)
+    with pytest.raises(InvalidRequest, match=r"^priority: got 101; must be an integer, -100 "):
+        client.generate("Hello", priority=101)
+    with pytest.raises(InvalidRequest, match=r"^ttft_slo_ms: got -1\.0; must be a number of milli"):
+        client.generate("Hello", ttft_slo_ms=-1)
 
 
 def test_another_model_is_a_server_error(url: str) -> None:

@@ -104,13 +104,6 @@ class Watch:
         self._client.close()
 
 
-@pytest.fixture
-def watch(endpoints: Endpoints) -> Iterator[Watch]:
-    one = Watch(endpoints.grpc_url)
-    yield one
-    one.close()
-
-
 def accepted(endpoints: Endpoints) -> Watch:
     """A watch, as soon as the server has dropped the watches of earlier tests."""
     found: list[Watch] = []
@@ -125,6 +118,13 @@ def accepted(endpoints: Endpoints) -> Watch:
 
     wait_for(is_accepted, DEADLINE_S)
     return found[0]
+
+
+@pytest.fixture
+def watch(endpoints: Endpoints) -> Iterator[Watch]:
+    one = accepted(endpoints)
+    yield one
+    one.close()
 
 
 def idle(state: EngineState) -> bool:

@@ -60,6 +60,12 @@ def test_every_problem_is_in_one_message() -> None:
         ({"tokenizer": ""}, "tokenizer: got ''"),
         ({"starvation_ms": float("nan")}, "starvation_ms: got nan"),
         ({"slo_ms": float("inf")}, "slo_ms: got inf"),
+        ({"ttft_slo_ms": 0}, "ttft_slo_ms: got 0"),
+        ({"ttft_slo_ms": float("nan")}, "ttft_slo_ms: got nan"),
+        ({"tpot_slo_ms": 1e10}, "tpot_slo_ms: got 1"),
+        ({"tpot_slo_ms": True}, "tpot_slo_ms: got True; must be a number"),
+        ({"most_urgent_priority": 1}, "most_urgent_priority: got 1"),
+        ({"least_urgent_priority": -1}, "least_urgent_priority: got -1"),
         ({"quantum_ratio": 1.0000001}, "quantum_ratio: got 1.0000001"),
         (
             {"policy": "speculative", "length_prediction": "off"},

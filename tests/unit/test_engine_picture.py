@@ -7,7 +7,7 @@ import pytest
 from fastserve_backend.engine.picture import take_picture
 from fastserve_backend.engine.watches import MAX_WATCHES, Watches
 from fastserve_backend.errors import DrainingError, OverloadedError
-from fastserve_backend.job import JobState
+from fastserve_backend.job import JobState, ServiceLevel
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_client.engine_state import MAX_LISTED_JOBS, EngineState, ListedJob
 from jobs import make_job
@@ -58,6 +58,22 @@ def test_a_job_from_arrival_to_preemption() -> None:
     rig.run()
     assert before.jobs == (running, waiting)  # a picture does not change
     assert picture(rig).jobs == ()
+
+
+def test_a_job_shows_what_its_request_wanted() -> None:
+    rig = Rig(skip_join())
+    job = make_job(0, 8, max_tokens=30)
+    job.service = ServiceLevel(-1, ttft_slo_s=5.0, tpot_slo_s=2.0, tenant="acme")
+    rig.loop.jobs.add(job)
+    (shown,) = picture(rig).jobs
+    assert (shown.priority, shown.tenant, shown.ttft_slo_s, shown.tpot_slo_s) == (
+        *(-1, "acme"),
+        *(5.0, 2.0),
+    )
+    assert shown.late_s == -5.0
+    rig.run_cycle()  # 8 s of prefill: the next token is due in 2 s
+    (shown,) = picture(rig).jobs
+    assert shown.late_s == -2.0
 
 
 def test_kv_on_its_way_and_on_the_host() -> None:

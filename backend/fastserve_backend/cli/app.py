@@ -42,6 +42,14 @@ _Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with it
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
+_Priority = Annotated[int | None, typer.Option(help="Lower runs first; default: 0.")]
+_TtftSlo = Annotated[
+    float | None, typer.Option(help="Wanted ms to the first token; default: the server's.")
+]
+_TpotSlo = Annotated[
+    float | None, typer.Option(help="Wanted ms for each later token; default: the server's.")
+]
+_Tenant = Annotated[str | None, typer.Option(help="For whom it runs.")]
 _Config = Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")]
 
 *_GPUS, _LAST_GPU = HARDWARE
@@ -107,6 +115,10 @@ def generate(
         list[str] | None, typer.Option(help="Stop word, also a special token; can be repeated.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
+    priority: _Priority = None,
+    ttft_slo_ms: _TtftSlo = None,
+    tpot_slo_ms: _TpotSlo = None,
+    tenant: _Tenant = None,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
 ) -> None:
     """Stream one completion to the terminal; TTFT and tokens per second go to stderr."""
@@ -123,6 +135,10 @@ def generate(
         seed=seed,
         stop=stop or None,
         ignore_eos=ignore_eos or None,
+        priority=priority,
+        ttft_slo_ms=ttft_slo_ms,
+        tpot_slo_ms=tpot_slo_ms,
+        tenant=tenant,
     )
     raise typer.Exit(int(code))
 
@@ -138,6 +154,10 @@ def chat(
     top_p: _TopP = None,
     top_k: _TopK = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    priority: _Priority = None,
+    ttft_slo_ms: _TtftSlo = None,
+    tpot_slo_ms: _TpotSlo = None,
+    tenant: _Tenant = None,
     timeout: Annotated[
         float | None, typer.Option(help="Give an answer up after so many seconds.")
     ] = None,
@@ -157,6 +177,10 @@ def chat(
         top_p=top_p,
         top_k=top_k,
         seed=seed,
+        priority=priority,
+        ttft_slo_ms=ttft_slo_ms,
+        tpot_slo_ms=tpot_slo_ms,
+        tenant=tenant,
     )
     raise typer.Exit(int(code))
 
@@ -275,6 +299,7 @@ def _print_endpoints(endpoints: Endpoints) -> None:
         "policy", "tokenizer", "device", "generation_config",
         "prefix_caching", "max_queued_requests", "stream_interval",
         "length_prediction", "length_prediction_dir", "length_prediction_capacity",
+        "ttft_slo_ms", "tpot_slo_ms", "most_urgent_priority", "least_urgent_priority",
         "nnodes", "node_rank", "master_addr", "master_port",
     )
 )  # fmt: skip

@@ -24,6 +24,7 @@ from fastserve_backend.engine.delivery import TextDelivery
 from fastserve_backend.engine.loop_setup import LoopSetup
 from fastserve_backend.engine.picture import take_picture, take_snapshot
 from fastserve_backend.engine.request_checks import RequestChecks
+from fastserve_backend.engine.service_levels import resolve_service
 from fastserve_backend.engine.supervision import RankSupervisor, StartedRanks
 from fastserve_backend.engine.watches import StateSink, Watches
 from fastserve_backend.errors import EngineError
@@ -32,7 +33,7 @@ from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.grammars.client import GrammarClient
 from fastserve_backend.grammars.messages import FromGrammars, Vocabulary
-from fastserve_backend.job import FinishReason, Job, OutputSink
+from fastserve_backend.job import DEFAULT_SERVICE, FinishReason, Job, OutputSink, ServiceLevel
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted
@@ -196,27 +197,32 @@ class Engine:
         params: SamplingParams,
         sink: OutputSink,
         *,
+        service: ServiceLevel = DEFAULT_SERVICE,
         prompt_text: str | None = None,
     ) -> int:
         """Accept a job and return its number; ``sink`` then gets its outputs and one end.
 
         Args:
             params: the model's own defaults replace what they leave out.
+            service: the server's objectives replace those that it leaves out.
             prompt_text: the user's words, from which the length of the answer is predicted if the
                 configuration asks for that; default: the text of ``prompt_ids``.
 
         Raises:
-            InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long.
+            InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long;
+                or its service level is not allowed.
             OverloadedError, DrainingError: no job is accepted now.
             EngineError: the engine is broken.
         """
         self.checks.validate(prompt_ids, params)
+        service = resolve_service(service, self.config)
         job = Job(
             id=job_id,
             number=next(self._job_numbers),
             prompt_ids=array("i", prompt_ids),
             params=params.with_model_defaults(self._sampling_defaults),
             arrival_s=self.clock.now(),
+            service=service,
             sink=sink,
             seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
         )

@@ -9,6 +9,7 @@ from fastserve_client.engine_state import (
     EngineState,
     LevelState,
     ListedJob,
+    PriorityState,
     State,
     TierState,
     Totals,
@@ -18,6 +19,7 @@ from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
+from fastserve_backend.metrics.objectives import lateness_s
 from fastserve_backend.scheduler.base import Policy
 
 _RUNNING = JobState.RUNNING
@@ -60,6 +62,10 @@ def take_picture(
             swap_in_bytes=counters.swap_in_bytes,
             worker_restarts=counters.worker_restarts,
         ),
+        priorities=tuple(
+            PriorityState(priority, number)
+            for priority, number in sorted(loop.jobs.count_by_priority().items())
+        ),
     )
 
 
@@ -77,6 +83,7 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         level_sizes=tuple(policy.level_sizes()),
         num_demotions=policy.num_demotions,
         num_promotions=policy.num_promotions,
+        priority_jobs=loop.jobs.count_by_priority(),
         swapped=kv.num_away,
         num_blocks=device.num_blocks,
         free_blocks=device.num_free,
@@ -101,6 +108,11 @@ def _job(job: Job, now: float, tiers: TwoTierKV) -> ListedJob:
         host_blocks=tiers.host.num_held(job.number),
         waited_s=max(0.0, now - job.arrival_s - job.executed_s),
         num_preemptions=job.num_preemptions,
+        priority=job.service.priority,
+        tenant=job.service.tenant,
+        ttft_slo_s=job.service.ttft_slo_s,
+        tpot_slo_s=job.service.tpot_slo_s,
+        late_s=lateness_s(job, now),
     )
 
 

@@ -7,6 +7,7 @@ through ``_forget``. The job's client learns of exactly one end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fastserve_backend.engine.delivery import Delivery, NewToken, OnJobEnd
@@ -23,7 +24,7 @@ from fastserve_backend.scheduler.base import Policy
 class UnfinishedJobs:
     """All unfinished jobs. Tells policy, KV manager, grammars and clients of arrivals and ends.
 
-    Used by the step loop's thread alone, except for ``num_running``.
+    Used by the step loop's thread alone, except for ``num_running`` and ``count_by_priority``.
 
     Args:
         work: the unfinished steps. A job's blocks are released once none of them runs it.
@@ -47,6 +48,7 @@ class UnfinishedJobs:
         """Jobs in the latest step, or in the latest step of each pipeline stage. 0 without jobs."""
         self._jobs: dict[int, Job] = {}
         self._without_token: set[int] = set()
+        self._by_priority: Counter[int] = Counter()
         self._policy = policy
         self.kv = kv
         """The one for the ranks as they are now."""
@@ -71,6 +73,10 @@ class UnfinishedJobs:
         """Jobs that wait for their first token."""
         return len(self._without_token)
 
+    def count_by_priority(self) -> dict[int, int]:
+        """Number of jobs of each priority that has any. Any thread may call it."""
+        return dict(self._by_priority)
+
     @property
     def are_idle(self) -> bool:
         """Whether every job waits for a mask, and no token waits for delivery."""
@@ -82,10 +88,11 @@ class UnfinishedJobs:
         """A new job. Its waiting time counts from its arrival."""
         self._jobs[job.number] = job
         self._without_token.add(job.number)
+        self._by_priority[job.service.priority] += 1
         self._delivery.open_stream(job)
         self.kv.on_arrival(job, self._clock.now())
         self._policy.add(job, self._clock.at(job.arrival_s))
-        self._counters.prompt_tokens += len(job.prompt_ids)
+        self._counters.on_job_added(job)
         self._masked.add(job)
         self._fail_if_too_long(job)  # it may have been admitted before the ranks were replaced
 
@@ -107,8 +114,7 @@ class UnfinishedJobs:
 
     def on_token(self, job: Job, token: NewToken, now: float) -> None:
         """The job has a token, which may be its last."""
-        self._counters.latencies.on_token(job, now)
-        self._counters.generation_tokens += 1
+        self._counters.on_token(job, now)
         job.on_token(token.token_id, token.logprob, now)
         self._without_token.discard(job.number)
         reason = job.reason_to_end(self._eos_token_ids)
@@ -161,6 +167,7 @@ class UnfinishedJobs:
             self._on_job_end(job, FinishReason.ERROR)
         self._jobs.clear()
         self._without_token.clear()
+        self._by_priority.clear()
         self.num_running = 0
 
     def _end_now(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
@@ -171,6 +178,10 @@ class UnfinishedJobs:
     def _forget(self, job: Job, reason: FinishReason) -> None:
         del self._jobs[job.number]
         self._without_token.discard(job.number)
+        priority = job.service.priority
+        self._by_priority[priority] -= 1
+        if not self._by_priority[priority]:
+            del self._by_priority[priority]
         if not self._jobs:
             self.num_running = 0  # whatever unfinished steps compute, no client waits for it
         job.state = JobState.FINISHED
@@ -178,7 +189,7 @@ class UnfinishedJobs:
         job.num_pending = 0
         self._masked.remove(job)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._counters.latencies.on_job_completed(job)
+            self._counters.on_job_completed(job)
         if not self._work.uses(job):
             self.release(job)
 

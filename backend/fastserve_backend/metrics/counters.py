@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fastserve_backend.job import Job
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
+from fastserve_backend.metrics.objectives import attainment
+
+MAX_NAMED_TENANTS = 100
+"""Clients may name any tenants, but a metric should have few labels."""
+OTHER_TENANTS = "other"
+"""Stands for all tenants after the first ``MAX_NAMED_TENANTS``."""
 
 
 @dataclass(slots=True)
@@ -42,8 +50,39 @@ class EngineCounters:
     """Jobs by finish reason, without refused jobs."""
     refused: int = 0
     """Jobs rejected after admission, such as those with an invalid grammar."""
+    slo_attained: Counter[str] = field(default_factory=Counter)
+    """Completed jobs that kept an objective, by the objective: ``ttft`` or ``tpot``."""
+    slo_missed: Counter[str] = field(default_factory=Counter)
+    """Completed jobs that missed it."""
+    tenant_tokens: Counter[str] = field(default_factory=Counter)
+    """Prompt and output tokens by tenant. It has ``OTHER_TENANTS`` if there are many."""
     worker_restarts: int = 0
     """How often all ranks were restarted because one died or hung."""
+
+    def on_job_added(self, job: Job) -> None:
+        """A new job, with its prompt."""
+        num_tokens = len(job.prompt_ids)
+        self.prompt_tokens += num_tokens
+        self._count_for_tenant(job, num_tokens)
+
+    def on_token(self, job: Job, now: float) -> None:
+        """The job has a new token; ``last_token_s`` is still that of the token before."""
+        self.latencies.on_token(job, now)
+        self.generation_tokens += 1
+        self._count_for_tenant(job, 1)
+
+    def on_job_completed(self, job: Job) -> None:
+        """The job has all its tokens, at least one."""
+        self.latencies.on_job_completed(job)
+        for objective, is_kept in attainment(job)._asdict().items():
+            if is_kept is not None:
+                (self.slo_attained if is_kept else self.slo_missed)[objective] += 1
+
+    def _count_for_tenant(self, job: Job, num_tokens: int) -> None:
+        tenant = job.service.tenant
+        if tenant not in self.tenant_tokens and len(self.tenant_tokens) >= MAX_NAMED_TENANTS:
+            tenant = OTHER_TENANTS
+        self.tenant_tokens[tenant] += num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +97,8 @@ class EngineSnapshot:
     """Since the start; see ``Policy``."""
     num_promotions: int
     """Since the start; see ``Policy``."""
+    priority_jobs: Mapping[int, int]
+    """Jobs by priority; priorities without jobs are left out."""
     swapped: int
     """Waiting jobs whose KV is on the host, or on its way from or to it."""
     num_blocks: int

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.grammars.structured_output import StructuredOutput
+from fastserve_backend.job import ServiceLevel
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
 GRPC_STATUS_HEADER = "triton_grpc_error"
@@ -55,6 +56,7 @@ class GenerateRequest:
     params: SamplingParams
     clip_max_tokens: bool
     """``params.max_tokens`` may be lowered to what fits."""
+    service: ServiceLevel
     return_finish_reason: bool
     return_num_input_tokens: bool
     return_num_cached_tokens: bool
@@ -97,6 +99,12 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         include_input=answer_only is None and not exclude_input,
         params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
+        service=ServiceLevel(
+            priority=values.get(protocol.PRIORITY, _to_int) or 0,
+            ttft_slo_s=values.get(protocol.TTFT_SLO_MS, _to_seconds),
+            tpot_slo_s=values.get(protocol.TPOT_SLO_MS, _to_seconds),
+            tenant=values.get(protocol.TENANT, _to_text) or "",
+        ),
         return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
         return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),
         return_num_cached_tokens=values.boolean(protocol.RETURN_NUM_CACHED_TOKENS),
@@ -307,6 +315,10 @@ def _to_float(name: str, value: Any) -> float:
         except (ValueError, OverflowError):
             pass
     raise InvalidRequestError(name, value, "must be a number")
+
+
+def _to_seconds(name: str, milliseconds: Any) -> float:
+    return _to_float(name, milliseconds) / 1e3
 
 
 def _to_bool(name: str, value: Any) -> bool:

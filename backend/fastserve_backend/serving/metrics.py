@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.job import FinishReason
 from fastserve_backend.metrics.counters import EngineSnapshot
 from fastserve_backend.metrics.latency_histograms import Histogram, LatencyHistograms
+from fastserve_backend.metrics.objectives import Attainment
 from fastserve_backend.serving import prediction_metrics
 from fastserve_backend.serving.metric_histograms import Call, PublishedHistogram, publish_histogram
 
@@ -43,6 +44,7 @@ _COUNTER_SUFFIX = "_total"
 _DESCRIPTIONS = {
     "fastserve_jobs": "Unfinished jobs by state",
     "fastserve_queue_jobs": "Unfinished jobs by level of the scheduler's queues, 0 the highest",
+    "fastserve_priority_jobs": "Unfinished jobs by priority, the lowest runs first",
     "fastserve_kv_blocks": "KV cache blocks by tier and state",
     "fastserve_prompt_tokens_total": "Prompt tokens of accepted jobs",
     "fastserve_prefix_cached_tokens_total": "Tokens of which other jobs had the KV",
@@ -56,6 +58,9 @@ _DESCRIPTIONS = {
     "fastserve_swap_stall_seconds_total": "Time in which all jobs that could run awaited copies",
     "fastserve_requests_total": "Ended jobs by finish reason",
     "fastserve_requests_rejected_total": "Requests refused before they became jobs",
+    "fastserve_slo_attained_total": "Completed jobs that kept their latency objective",
+    "fastserve_slo_missed_total": "Completed jobs that missed their latency objective",
+    "fastserve_tenant_tokens_total": "Prompt and generated tokens by tenant",
     "fastserve_worker_restarts_total": "Times that all ranks were started anew, one having died",
 }
 
@@ -87,6 +92,9 @@ _HISTOGRAMS: dict[str, tuple[str, Callable[[LatencyHistograms], Histogram], bool
         False,
     ),
 }
+
+# The ends of ``fastserve_priority_jobs`` count all priorities beyond them.
+_LAST_PRIORITIES = -3, 3
 
 # (family, labels, value)
 _Sample = tuple[str, dict[str, str], float]
@@ -213,11 +221,20 @@ class MetricsPublisher:
         for reason in FinishReason:
             number = counters.finished[reason.value]
             yield "fastserve_requests_total", {"finish_reason": reason.value}, number
+        for objective in Attainment._fields:
+            labels = {"objective": objective}
+            yield "fastserve_slo_attained_total", labels, counters.slo_attained[objective]
+            yield "fastserve_slo_missed_total", labels, counters.slo_missed[objective]
+        # A copy, because the engine's thread may add a tenant meanwhile.
+        for tenant, number in dict(counters.tenant_tokens).items():
+            yield "fastserve_tenant_tokens_total", {"tenant": tenant}, number
         yield "fastserve_jobs", {"state": "running"}, snapshot.running
         yield "fastserve_jobs", {"state": "waiting"}, max(0, snapshot.waiting - snapshot.swapped)
         yield "fastserve_jobs", {"state": "swapped"}, snapshot.swapped
         for level, size in enumerate(snapshot.level_sizes):
             yield "fastserve_queue_jobs", {"level": str(level)}, size
+        for priority, size in _bounded(snapshot.priority_jobs).items():
+            yield "fastserve_priority_jobs", {"priority": str(priority)}, size
         used = snapshot.num_blocks - snapshot.free_blocks
         yield "fastserve_kv_blocks", {"tier": "device", "state": "used"}, used
         yield "fastserve_kv_blocks", {"tier": "device", "state": "free"}, snapshot.free_blocks
@@ -225,6 +242,15 @@ class MetricsPublisher:
         yield "fastserve_kv_blocks", {"tier": "host", "state": "used"}, used
         yield "fastserve_kv_blocks", {"tier": "host", "state": "free"}, snapshot.free_host_blocks
         yield "fastserve_requests_rejected_total", {}, self._num_rejected()
+
+
+def _bounded(priority_jobs: Mapping[int, int]) -> dict[int, int]:
+    """Jobs by priority, for each of a few priorities."""
+    first, last = _LAST_PRIORITIES
+    bounded = dict.fromkeys(range(first, last + 1), 0)
+    for priority, number in priority_jobs.items():
+        bounded[max(first, min(priority, last))] += number
+    return bounded
 
 
 def _family(name: str, description: str) -> Any:

@@ -163,7 +163,14 @@ class TritonPythonModel:
         if wanted.clip_max_tokens:
             params = engine.checks.clip_max_tokens(prompt_ids, params)
         job_id = _job_id(request_id or wanted.request_id)
-        number = engine.submit(job_id, prompt_ids, params, stream.push, prompt_text=users_words)
+        number = engine.submit(
+            job_id,
+            prompt_ids,
+            params,
+            stream.push,
+            service=wanted.service,
+            prompt_text=users_words,
+        )
         stream.on_accepted(lambda: engine.cancel(number))
 
 

@@ -67,6 +67,11 @@ export class Queues {
     const notes = [];
     if (below > 0) notes.push(`${below} lower queue${below > 1 ? "s" : ""}, empty`);
     if (more > 0) notes.push(`${more} more jobs that are not shown`);
+    const priorities = state.priorities ?? []; // older servers have none
+    if (priorities.some(({ priority }) => priority !== 0)) {
+      const counts = priorities.map(({ priority, num_jobs }) => `${priority}: ${num_jobs}`);
+      notes.push(`jobs by priority, the lowest first: ${counts.join(", ")}`);
+    }
     this.unlisted.hidden = notes.length === 0;
     setText(this.unlisted, notes.join(" · "));
   }
@@ -108,7 +113,7 @@ export class Queues {
       const element = document.createElement("div");
       element.className = "job";
       element.dataset.number = job.number;
-      block = { element, job, x: NaN, y: NaN, width: NaN, state: "", label: "" };
+      block = { element, job, x: NaN, y: NaN, width: NaN, state: "", isLate: false, label: "" };
       this.blocks.set(job.number, block);
       this.lanes.append(element);
     }
@@ -122,6 +127,8 @@ export class Queues {
       style.transform = `translate(${x}px, ${y}px)`;
     }
     if (block.state !== job.state) block.element.dataset.state = block.state = job.state;
+    const isLate = job.late_s > 0;
+    if (block.isLate !== isLate) block.element.toggleAttribute("data-late", (block.isLate = isLate));
     const label = width >= LABEL_FITS_PX ? `${job.number}` : "";
     if (block.label !== label) block.element.textContent = block.label = label;
   }
@@ -137,11 +144,13 @@ export class Queues {
     const job = this.blocks.get(number)?.job;
     this.tip.hidden = !job;
     if (!job) return;
-    this.tip.textContent =
-      `Job ${job.number}: ${NAMES[job.state]}, queue ${job.level + 1}\n` +
-      `${job.prompt_tokens} tokens of prompt, ${job.output_tokens} generated\n` +
-      `KV blocks: ${job.device_blocks} on the device, ${job.host_blocks} on the host\n` +
-      `waited ${job.waited_s.toFixed(1)} s, set aside ${job.num_preemptions} times`;
+    this.tip.textContent = [
+      `Job ${job.number}: ${NAMES[job.state]}, queue ${job.level + 1}`,
+      `${job.prompt_tokens} tokens of prompt, ${job.output_tokens} generated`,
+      `KV blocks: ${job.device_blocks} on the device, ${job.host_blocks} on the host`,
+      `waited ${job.waited_s.toFixed(1)} s, set aside ${job.num_preemptions} times`,
+      ...serviceLines(job),
+    ].join("\n");
     const panel = this.tip.parentElement.getBoundingClientRect();
     const x = Math.min(event.clientX - panel.left + 12, panel.width - 312);
     this.tip.style.transform = `translate(${Math.max(0, x)}px, ${event.clientY - panel.top + 16}px)`;
@@ -162,6 +171,19 @@ function makeRow(lanes, index) {
 // token more does not move all later blocks.
 function naturalWidth(job) {
   return 14 + 3 * Math.round(3 * Math.log2(1 + (job.prompt_tokens + job.output_tokens) / 12));
+}
+
+// What the request wanted; nothing for a plain one. Older servers do not send these values.
+function serviceLines({ priority = 0, tenant = "", ttft_slo_s = null, tpot_slo_s = null, late_s = null }) {
+  const lines = [];
+  if (priority !== 0) lines.push(`priority ${priority}`);
+  if (tenant) lines.push(`tenant ${tenant}`);
+  if (ttft_slo_s !== null) lines.push(`wanted: first token in ${seconds(ttft_slo_s)}`);
+  if (tpot_slo_s !== null) lines.push(`wanted: each later token in ${seconds(tpot_slo_s)}`);
+  if (late_s !== null) {
+    lines.push(late_s > 0 ? `next token late by ${seconds(late_s)}` : `next token due in ${seconds(-late_s)}`);
+  }
+  return lines;
 }
 
 function seconds(value) {

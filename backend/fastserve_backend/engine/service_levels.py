@@ -1,0 +1,64 @@
+"""Which service level a request gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastserve_client import protocol
+
+from fastserve_backend.config import MAX_MS, EngineConfig
+from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.job import ServiceLevel
+
+# Names go to metrics and the live view.
+MAX_TENANT_CHARS = 128
+
+
+def resolve_service(wanted: ServiceLevel, config: EngineConfig) -> ServiceLevel:
+    """``wanted`` with the server's objectives in place of those that it does not name.
+
+    Raises:
+        InvalidRequestError: a value is not allowed. It is named and shown as clients send it, so
+            objectives are in ms.
+    """
+    _check_priority(wanted.priority, config)
+    _check_objective(protocol.TTFT_SLO_MS, wanted.ttft_slo_s)
+    _check_objective(protocol.TPOT_SLO_MS, wanted.tpot_slo_s)
+    _check_tenant(wanted.tenant)
+    scheduler = config.scheduler
+    return replace(
+        wanted,
+        ttft_slo_s=_or_default(wanted.ttft_slo_s, scheduler.ttft_slo_ms),
+        tpot_slo_s=_or_default(wanted.tpot_slo_s, scheduler.tpot_slo_ms),
+    )
+
+
+def _or_default(wanted_s: float | None, default_ms: float | None) -> float | None:
+    if wanted_s is None and default_ms is not None:
+        return default_ms / 1e3
+    return wanted_s
+
+
+def _check_priority(priority: object, config: EngineConfig) -> None:
+    low, high = config.tenants.most_urgent_priority, config.tenants.least_urgent_priority
+    if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
+        allowed = f"must be an integer, {low} (runs first) to {high}"
+        raise InvalidRequestError(protocol.PRIORITY, priority, allowed)
+
+
+def _check_objective(field: str, seconds: object) -> None:
+    if seconds is None:
+        return
+    allowed = f"must be a number of milliseconds, above 0 and at most {MAX_MS:.0f}"
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise InvalidRequestError(field, seconds, allowed)
+    # NaN is in no range, so the comparison refuses it too.
+    if not 0 < seconds <= MAX_MS / 1e3:
+        # Rounded, because 0.3 times 1000 is not quite 300.
+        raise InvalidRequestError(field, round(seconds * 1000, 9), allowed)
+
+
+def _check_tenant(tenant: object) -> None:
+    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
+        allowed = f"must be text of at most {MAX_TENANT_CHARS} printable characters"
+        raise InvalidRequestError(protocol.TENANT, tenant, allowed)

@@ -144,3 +144,25 @@ def stacked(
     ]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole if whole.stride(1) == 1 else whole.contiguous()
+
+
+def rows_in_turns(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The weights' first rows, then their second ones, and so on.
+
+    weights: of one format and shape, without orders.
+    """
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts), dim=1).flatten(0, 1)
+
+    def joined_numbers(parts: Sequence[GroupNumbers]) -> GroupNumbers:
+        steps = [one.steps for one in parts if one.steps is not None]
+        return GroupNumbers(joined([one.values for one in parts]), joined(steps) if steps else None)
+
+    offsets = [one.offsets for one in weights if one.offsets is not None]
+    return replace(
+        weights[0],
+        codes=joined([one.codes for one in weights]),
+        scales=joined_numbers([one.scales for one in weights]),
+        offsets=joined_numbers(offsets) if offsets else None,
+    )

@@ -43,7 +43,7 @@ F32 = GGMLQuantizationType.F32
 STEPS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "TQ2_0": (64,),
+    "MXFP4": (), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "TQ2_0": (64,),
 }  # fmt: skip
 
 Fields = dict[str, Any]
@@ -172,6 +172,8 @@ class Blocks:
         for start in STEPS[kind]:
             steps = rng.normal(0, size, data.shape[:2]).astype(np.float16)
             data[..., start : start + 2] = steps[..., None].view(np.uint8)
+        if kind == "MXFP4":  # an exponent of 2, plus 127
+            data[..., 0] = rng.integers(0, 8, data.shape[:2]) + 124 + round(math.log2(size))
         return cls(known, data.reshape(*shape[:-1], -1))
 
     def dequantized(self) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,9 @@ import torch
 from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import DTYPE_BYTES, DType
-from fastserve_backend.models.gguf_weights import gguf_tensors
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.weights import checkpoint_tensors
-from fastserve_kernels.quantized_weight import QuantizedWeight
+from fastserve_kernels import ops
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from gguf_families import VARIANTS, Variant
@@ -128,9 +126,9 @@ EXPERT_KINDS = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "olmoe", "gpt_oss"])
 def test_experts_in_few_bits_compute_what_dequantized_ones_do(
-    tmp_path: Path, name: str, dtype: DType
+    tmp_path: Path, name: str, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit; and they stay in few bits."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
@@ -142,7 +140,11 @@ def test_experts_in_few_bits_compute_what_dequantized_ones_do(
         for layer, kinds in enumerate(EXPERT_KINDS):
             for part, kind in kinds.items():
                 key = f"blk.{layer}.{part}.weight"
-                blocks[key] = Blocks.random(kind, *arrays[key].shape)
+                if name == "gpt_oss":  # its gate and up are one matrix
+                    kind = ("MXFP4", "Q8_0", "Q5_1")[layer]
+                    blocks[key] = Blocks(Kind[kind], quantize(arrays[key], Kind[kind]))
+                else:
+                    blocks[key] = Blocks.random(kind, *arrays[key].shape)
 
     def dequantize_experts(fields: Fields, arrays: Arrays) -> None:
         arrays |= {key: one.dequantized() for key, one in blocks.items()}
@@ -152,7 +154,16 @@ def test_experts_in_few_bits_compute_what_dequantized_ones_do(
     )
     convert(variant.write(tmp_path / "exact.gguf", model, dequantize_experts), tmp_path / "exact")
     logits = []
+    layers_of_models: list[list[ops.GroupedLinear]] = []
+
+    class Noted(ops.GroupedLinear):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            layers_of_models[-1].append(self)
+
+    monkeypatch.setattr(ops, "GroupedLinear", Noted)
     for directory in (tmp_path / "few", tmp_path / "exact"):
+        layers_of_models.append([])
         config = load_model_config(str(directory), load_format="auto", dtype=dtype)
         ours = load_model(config, torch.device("cpu"))
         executor = PagedExecutor(ours, model.config, prompts(31, 8), seed=1)
@@ -161,10 +172,12 @@ def test_experts_in_few_bits_compute_what_dequantized_ones_do(
         executor.step([(0, 1), (1, 1)])
         logits.append(torch.stack([row for job in executor.jobs for row in job.logits]))
     assert torch.equal(*logits)
-    kept = [one for one in gguf_tensors(tmp_path / "few") if ".experts." in one.name]
-    kept = [one for one in kept if isinstance(one.read(()), QuantizedWeight)]
-    assert len(kept) == 3 * 3 * 4
     few = load_model_config(str(tmp_path / "few"), load_format="auto", dtype=dtype)
-    saved = sum(math.prod(one.shape) for one in kept) * DTYPE_BYTES[dtype]
-    saved -= sum(one.data.nbytes for one in blocks.values())
+    saved = sum(
+        one.dequantized().size * DTYPE_BYTES[dtype]
+        - one.data.nbytes * (5.5 / 4.25 if one.kind == Kind.MXFP4 else 1)
+        for one in blocks.values()
+    )
     assert few.weight_bytes == config.weight_bytes - saved
+    memory = [sum(layer.nbytes for layer in layers) for layers in layers_of_models]
+    assert memory[1] - memory[0] == pytest.approx(saved, rel=0.01)

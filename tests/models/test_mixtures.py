@@ -12,8 +12,8 @@ import torch
 from decoder_checkpoints import MIXTURES
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.expert_weights import mxfp4_weight
 from fastserve_backend.models.loader import load_model
+from fastserve_backend.models.mxfp4 import mxfp4_weight
 from fastserve_kernels.weight_quantization import quantize_groups, rounded
 from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, load, prompts
 from rank_threads import DividedModel

@@ -8,7 +8,7 @@ Below a layer, `Experts` wants ``mlp.gate.weight`` and, for expert N, ``mlp.expe
   [experts, 2 · features, hidden], gate first, and ``mlp.experts.down_proj``.
 - gpt-oss's: ``mlp.router``, and the same tensors transposed, with biases and with the rows of gate
   and up in turn. One expert's ``gate_up_proj`` stays one tensor here.
-- gpt-oss's in MXFP4: ``…_blocks`` and ``…_scales``, see `mxfp4_weight`.
+- gpt-oss's in MXFP4: ``…_blocks`` and ``…_scales``, see `mxfp4`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
-from fastserve_kernels.quantized_weight import GroupNumbers, QuantizedWeight
-from torch import Tensor
+from fastserve_kernels.quantized_weight import QuantizedWeight
 
 from fastserve_backend.checkpoints.experts_config import ExpertsConfig
+from fastserve_backend.models.mxfp4 import mxfp4_weight
 from fastserve_backend.models.weights import Shard, StoredTensor, StoredWeight, WeightSource
 
 _IN_BLOCK = re.compile(r"(layers\.\d+)\.(?:mlp|block_sparse_moe)\.(.+)")
 _OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_CENTER = 12
-# Codes of 5 bits: twice the numbers are whole.
-_CODES = (
-    torch.tensor([int(2 * one) for one in (*_FP4, *(-one for one in _FP4))]).add(_CENTER).byte()
-)
-# Of each byte, whose lower half comes first.
-_PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1)
-# Of each scale, for twice the numbers: exponents are stored plus 127.
-_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 128).bfloat16()
 
 
 def experts_apart(source: WeightSource, config: ExpertsConfig) -> Iterator[StoredTensor]:
@@ -85,19 +74,6 @@ def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, shard: Shard) -> Qua
     return mxfp4_weight(of_blocks, of_scales)
 
 
-def mxfp4_weight(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
-    """A matrix [rows, groups · 32] in MXFP4 (OCP Microscaling Formats 1.0). Its numbers become
-    codes of 5 bits, exactly.
-
-    blocks: uint8 [rows, groups, 16], two numbers of 4 bits in each.
-    scales: uint8 [rows, groups], exponents of 2, plus 127.
-    """
-    codes = _PAIRS[blocks.int()].flatten(1)
-    return QuantizedWeight(
-        "MXFP4", codes, 5, 32, GroupNumbers(_POWERS[scales.int()]), center=_CENTER
-    )
-
-
 def _parts(stored: StoredTensor, config: ExpertsConfig) -> Iterator[StoredTensor]:
     """Each expert's part, if the tensor has all experts; otherwise the tensor itself."""
     block, _, name = stored.name.rpartition(".")
@@ -133,4 +109,5 @@ def _read_expert(
     if not is_transposed:
         return stored.read_dequantized((of_expert, rows))[0]
     weight = stored.read((of_expert,))
+    # In few bits it is the expert's matrix [out, in] already.
     return weight if isinstance(weight, QuantizedWeight) else weight[0].T

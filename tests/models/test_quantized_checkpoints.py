@@ -144,7 +144,13 @@ def save_with_quantized_experts(theirs: PreTrainedModel, directory: Path, form: 
 
 @pytest.mark.parametrize("name", [*SOME, "awq_128", "packed_4_32", "gptq_4_128", "float_group"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts(
+    family: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """They stay in few bits, and compute what dequantized ones do, bit for bit."""
     layers: list[ops.GroupedLinear] = []
 
@@ -172,12 +178,16 @@ def test_experts(family: str, name: str, tmp_path: Path, monkeypatch: pytest.Mon
         logits.append(torch.stack([row for job in executor.jobs for row in job.logits]))
     assert torch.equal(*logits)
     memory = sum(layer.nbytes for layer in layers)
+    file_bytes = (tmp_path / "model.safetensors").stat().st_size
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
     if "act_order" in name:  # each expert's columns have an order of their own
         assert memory > 6 * num_bytes
+        assert config.weight_bytes > 4 * config.num_expert_parameters
+        assert "experts take as much memory as unquantized ones" in caplog.text
     else:
         assert memory < (1.2 if FORMATS[name].group in (32, 64) else 1.1) * num_bytes
-    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    assert config.weight_bytes == (tmp_path / "model.safetensors").stat().st_size
+        assert config.weight_bytes == file_bytes
+        assert "experts" not in caplog.text
 
 
 def test_int8_of_a_quantized_checkpoint(tmp_path: Path) -> None:

@@ -139,6 +139,10 @@ def _as_stored(config: ModelConfig, *, has_mxfp4: bool) -> ModelConfig:
         num_bytes = index.memory_bytes(config.dtype)
     elif config.stored_quantization is not None:
         num_bytes = _weight_file_bytes(directory)
+        if config.stored_quantization.orders_columns:
+            experts = config.num_expert_parameters  # these are dequantized
+            num_bytes = round(num_bytes * (1 - experts / config.num_parameters))
+            num_bytes += experts * DTYPE_BYTES[config.dtype]
     elif has_mxfp4:
         num_bytes = _weight_file_bytes(directory)
         num_bytes += round(config.num_expert_parameters * MXFP4_MORE_BYTES)

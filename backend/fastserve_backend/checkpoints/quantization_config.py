@@ -40,6 +40,7 @@ class StoredQuantization:
     has_zeros: whether layers have zero points. Otherwise all are the middle of the range.
     zeros_less_one: whether zero points are stored minus one.
     rounds_activations: whether the checkpoint is made for activations of few bits, too.
+    orders_columns: whether a group has columns from all over a layer (GPTQ's desc_act).
     """
 
     format: str
@@ -51,6 +52,7 @@ class StoredQuantization:
     has_zeros: bool
     zeros_less_one: bool = False
     rounds_activations: bool = False
+    orders_columns: bool = False
 
 
 def is_mxfp4(raw: HFConfig, model_type: str) -> bool:
@@ -109,13 +111,16 @@ def _read_gptq(fields: HFConfig) -> StoredQuantization:
     exceptions = fields.mapping("dynamic")  # by patterns of layers; "-:" precedes unquantized ones
     if exceptions is not None and any(not one.startswith("-") for one in exceptions.names()):
         raise ModelError(f"{exceptions.source} gives layers other formats")
+    columns = _group_size(fields, "group_size", 128)
+    is_ordered = fields.boolean("desc_act", False) and not fields.boolean("static_groups", False)
     return StoredQuantization(
         format="GPTQ",
         layout="gptq",
         bits=_bits(fields, "bits", (4, 8)),
-        columns=_group_size(fields, "group_size", 128),
+        columns=columns,
         has_zeros=True,
         zeros_less_one=version == "gptq",
+        orders_columns=is_ordered and columns is not None,
     )
 
 
@@ -172,6 +177,8 @@ def _read_config_group(groups: HFConfig, name: str, whole: HFConfig) -> StoredQu
         columns=columns,
         has_zeros=not is_float and not weights.boolean("symmetric", True),
         rounds_activations=group.mapping("input_activations") is not None,
+        orders_columns=strategy == "group"
+        and weights.states("actorder", ("group", "dynamic", True)),
     )
 
 

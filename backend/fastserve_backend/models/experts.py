@@ -25,9 +25,9 @@ class Experts:
     """A router chooses experts for each token; the results are summed with the router's weights.
 
     Each rank has whole experts, and computes the tokens that chose them; the sum over the ranks
-    joins the results. So a rank reads only its experts' tensors, products keep their width, and the
-    scales of INT8 and MXFP4 need no division. The price is that the ranks' work is unequal, and
-    differs from step to step.
+    joins the results. So a rank reads only its experts' tensors, products keep their width, and
+    what groups of few bits share needs no division. The price is that the ranks' work is unequal,
+    and differs from step to step.
 
     The router is whole on every rank. It is never rounded: it is small, and its scores decide.
     """

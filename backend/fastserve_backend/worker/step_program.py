@@ -69,8 +69,6 @@ class StepProgram:
             raise UnrecordableError("no compiled kernels")
         most_sampled = max(limits.max_jobs, _LEAST_ROWS)
         most_tokens = max(limits.max_tokens, most_sampled + 1)
-        # So that no multiple of the sampled rows, as experts have it, is the number of tokens.
-        most_tokens += (1 - most_tokens) % most_sampled
         recorder = StepRecorder()
         recorder.count(most_tokens)
         recorder.count(most_sampled)

@@ -37,7 +37,12 @@ def weight_of(
     def some() -> GroupNumbers:
         if numbers == "steps":
             count = 8 if groups % 8 == 0 else groups
-            values = torch.randint(-32, 64, (out, groups), dtype=torch.int8)
+            # As in Q4_K, whose numbers are from 0 to 63, and in Q6_K.
+            values = (
+                torch.randint(64, (out, groups), dtype=torch.uint8)
+                if has_offsets
+                else torch.randint(-32, 64, (out, groups), dtype=torch.int8)
+            )
             return GroupNumbers(values, torch.rand(out, groups // count).half() / 64)
         return GroupNumbers((torch.randn(out, groups) / 64).to(numbers))
 
@@ -61,8 +66,8 @@ def rounded(x: Tensor) -> Tensor:
     size = x.shape[1]
     groups = torch.nn.functional.pad(x.float(), (0, -size % 32)).unflatten(1, (-1, 32))
     most = groups.abs().amax(-1, keepdim=True)
-    # A fused multiply-add does not round the product before it rounds to whole numbers. And torch takes
-    # 127 / most for 127 times a rounded reciprocal.
+    # A fused multiply-add does not round the product before it rounds to whole numbers. And torch
+    # takes 127 / most for 127 times a rounded reciprocal.
     steps = torch.tensor(127.0).div(most)
     codes = torch.round(groups.double() * steps.double()).where(most > 0, 0.0)
     return (codes * (most / 127).double()).flatten(1)[:, :size]

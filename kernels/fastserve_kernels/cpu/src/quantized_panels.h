@@ -487,6 +487,11 @@ class Pieces {
 
     int64_t panels() const { return panels_; }
     int64_t out() const { return out_; }
+    // Its panels, if it is one piece of the product's own type; null otherwise.
+    const void* plain_panels() const {
+        const Piece<T>& first = places_[0].piece;
+        return first.is_plain() && first.out() == out_ ? first.panel(0) : nullptr;
+    }
     template <typename F>
     bool all(const F& f) const {
         return std::all_of(places_.begin(), places_.end(),

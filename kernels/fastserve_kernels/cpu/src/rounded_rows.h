@@ -237,11 +237,6 @@ struct RoundedProduct {
     }
 };
 
-// Whether products with these pieces round rows, of any number: results must not depend on it.
-static inline bool round_rows(const Pieces<bf16>& pieces) {
-    return pieces.all([](const auto& piece) { return piece.has_groups_for(BLOCKS_OF_GROUP); });
-}
-
 // Panels of Pieces for rounded rows.
 class RoundingPanels {
    public:
@@ -265,3 +260,19 @@ class RoundingPanels {
 
 }  // namespace fastserve
 #endif
+
+namespace fastserve {
+
+// Whether products with these pieces round rows, of any number: results must not depend on it. A row in
+// bfloat16 has been rounded to 8 bits already.
+template <typename T>
+static bool round_rows([[maybe_unused]] const Pieces<T>& pieces) {
+#if defined(ROUNDS_ROWS)
+    return sizeof(T) < sizeof(float) &&
+           pieces.all([](const auto& piece) { return piece.has_groups_for(BLOCKS_OF_GROUP); });
+#else
+    return false;
+#endif
+}
+
+}  // namespace fastserve

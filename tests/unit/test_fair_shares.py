@@ -189,6 +189,35 @@ def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     assert len({job.service.tenant for job in rest}) == 3
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("num_blocks", [40, 400])
+def test_a_flood_of_one_tenant_leaves_four_others_their_shares(name: str, num_blocks: int) -> None:
+    rng = random.Random(0)
+    limits = BatchLimits(8, 40, 20)
+    policy = fair(name, limits)
+    costs = TokenCosts.of(limits, TIMES, MAX_MODEL_LEN)
+    rig = _rig(policy, num_blocks, num_stages=1, ahead=True)
+    served_s = dict.fromkeys(("flood", "a", "b", "c", "d"), 0.0)
+    on_batch_sent = policy.on_batch_sent
+
+    def note(batch: Sequence[Scheduled]) -> None:
+        if len(policy._tenants) == 5:  # all have jobs
+            for job, num_tokens in batch:
+                served_s[job.service.tenant] += costs.seconds(job, num_tokens)
+        on_batch_sent(batch)
+
+    policy.on_batch_sent = note  # type: ignore[method-assign]
+    tenants = [*("flood",) * 200, *"abcd" * 50]
+    rig.run(
+        job_of(tenant, number, rng.randint(1, 16), rng.randint(1, 40))
+        for number, tenant in enumerate(tenants)
+    )
+    assert len(rig.ends) == 400
+    shares = served_s.values()
+    jains_index = sum(shares) ** 2 / (5 * sum(share**2 for share in shares))
+    assert jains_index >= 0.98
+
+
 # --- Properties -------------------------------------------------------------------------------
 
 

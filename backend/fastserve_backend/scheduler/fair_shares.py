@@ -27,9 +27,11 @@ from fastserve_backend.scheduler.base import (
 )
 from fastserve_backend.scheduler.walk import OrderKey, Walk
 
-# A round gives a tenant of weight 1 the time of so many output tokens. With fewer, tenants would
-# swap each other's KV out more often. With more, a tenant would wait longer for its next turn.
+# A round gives a tenant of weight 1 the time of so many output tokens, with such a context. With a
+# quarter of that, a hundred tenants swap each other's KV out so often that a simulated server does
+# 40% less work (docs/fair_shares.md). With more, a tenant waits longer for its next turn.
 _ROUND_TOKENS = 64
+_ROUND_CONTEXT = 1024
 _T = TypeVar("_T")
 
 
@@ -57,10 +59,14 @@ class TokenCosts:
             max(0.0, longest_s - shortest_s) / max_model_len,
         )
 
+    def output_s(self, num_tokens: int, context_tokens: int) -> float:
+        """The cost of output tokens that attend to so many tokens each."""
+        return num_tokens * (self.output_token_s + self.context_token_s * context_tokens)
+
     def seconds(self, job: Job, num_tokens: int) -> float:
         """The cost of the last ``num_tokens`` tokens that the job has computed."""
         if num_tokens == 1:
-            return self.output_token_s + self.context_token_s * job.num_computed
+            return self.output_s(1, job.num_computed)
         return self.prompt_token_s * num_tokens
 
 
@@ -158,7 +164,7 @@ class FairShares:
         self._default = make_policy()
         self._default_is_free = True  # the next tenant to have jobs gets the default policy
         self._costs = self._current_costs()
-        self._round_s = _ROUND_TOKENS * self._costs.output_token_s
+        self._round_s = self._costs.output_s(_ROUND_TOKENS, min(_ROUND_CONTEXT, max_model_len))
         self._num_joined = 0
         self._tenants: dict[str, _Tenant] = {}
         self._of_rank: dict[float, _Tenant] = {}

@@ -173,6 +173,27 @@ def test_kv_of_the_tenant_that_has_had_most_leaves_first() -> None:
     )
 
 
+def test_a_tenant_below_its_share_of_the_device_gets_room_for_new_jobs() -> None:
+    """Its new jobs may make others compute again, until it has its share."""
+    policy = fair("fcfs", BatchLimits(8, 1000))
+    for number in range(6):
+        job = job_of("flood", number)
+        job.place = Place.DEVICE
+        policy.add(job, 0.0)
+    new_of_flood = job_of("flood", 6)
+    policy.add(new_of_flood, 0.0)
+    assert not policy.has_turn(new_of_flood)
+    for number in range(10, 16):
+        policy.add(job_of("late", number), 0.0)
+    late = [job for job in policy.walk(0.0, ()) if job.service.tenant == "late"]
+    assert not policy.has_turn(new_of_flood)
+    assert not policy.has_turn(late[-1])  # six new jobs were offered, and its share is three
+    walk = policy.walk(0.0, ())
+    for num_offered in range(1, 7):
+        job = next(one for one in walk if one.service.tenant == "late")
+        assert policy.has_turn(job) == (num_offered <= 3)
+
+
 def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     policy = fair("fcfs", BatchLimits(2, 1000))
     for number, place in enumerate([*Place] * 3):

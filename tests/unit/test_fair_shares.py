@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from fastserve_backend.config import KVCacheSection
@@ -12,6 +13,8 @@ from fastserve_backend.job import Job, Place, ServiceLevel
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
 from fastserve_backend.scheduler.fair_shares import FairShares, TokenCosts
+from fastserve_backend.scheduler.priority_classes import PriorityClasses
+from fastserve_backend.scheduler.promotion import Promotion
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
@@ -311,20 +314,23 @@ def test_backlogged_tenants_stay_within_the_bound(
     ahead=st.booleans(),
     num_tenants=st.integers(2, 6),
 )
-def test_every_job_of_every_tenant_ends(
+def test_every_job_of_every_tenant_and_priority_ends(
     seed: int, name: str, num_stages: int, ahead: bool, num_tenants: int
 ) -> None:
     rng = random.Random(seed)
     limits = BatchLimits(rng.randint(1, 6), rng.randint(6, 20), rng.randint(1, 12))
-    policy = fair(name, limits, {"tenant-0": rng.choice([0.1, 1.0, 10.0])})
+    weights = {"tenant-0": rng.choice([0.1, 1.0, 10.0])}
+    across = Promotion(200.0, lambda job: 0.0)
+    policy = PriorityClasses(lambda: fair(name, limits, weights), across)
     rig = _rig(policy, rng.randint(7, 15), num_stages, ahead)
     jobs = _random_jobs(rng, num_tenants)
+    for job in jobs:
+        job.service = replace(job.service, priority=rng.choice([-1, 0, 0, 0, 1]))
     cancellations = {n: jobs[n].arrival_s + rng.uniform(0, 40) for n in range(0, 30, 6)}
     rig.run(jobs, cancellations)
     assert sorted(number for number, _ in rig.ends) == list(range(30))
     assert rig.pool.num_used == 0
     assert sum(policy.level_sizes()) == 0
-    assert not policy._tenants
 
 
 @settings(max_examples=60)

@@ -12,9 +12,10 @@ from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job, Place, ServiceLevel
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
-from fastserve_backend.scheduler.fair_shares import FairShares, TokenCosts
+from fastserve_backend.scheduler.fair_shares import FairShares
 from fastserve_backend.scheduler.priority_classes import PriorityClasses
 from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.token_costs import TokenCosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration

@@ -9,14 +9,11 @@ would take each other's KV at every token.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heapreplace
 from itertools import chain
-from typing import Self, TypeVar
+from typing import TypeVar
 
-from fastserve_backend.job import PLACES, Job, Place
+from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
@@ -25,7 +22,14 @@ from fastserve_backend.scheduler.base import (
     Scheduled,
     summed_level_sizes,
 )
-from fastserve_backend.scheduler.walk import OrderKey, Walk
+from fastserve_backend.scheduler.tenant_order import (
+    EstimateOfTenants,
+    Tenant,
+    TenantOrder,
+    WalkOfTenants,
+)
+from fastserve_backend.scheduler.token_costs import TokenCosts
+from fastserve_backend.scheduler.walk import Walk
 
 # A round gives a tenant of weight 1 the time of so many output tokens, with such a context. With an
 # eighth of that, a hundred tenants swap each other's KV five times as often, and the machine does
@@ -33,98 +37,6 @@ from fastserve_backend.scheduler.walk import OrderKey, Walk
 _ROUND_TOKENS = 64
 _ROUND_CONTEXT = 1024
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCosts:
-    """Seconds of the machine that a token costs in a full batch: only then does anybody wait.
-
-    A decode alone takes nearly as long as a batch of decodes. So its own time (``own_time_s``)
-    would make an output token a hundred times as dear as a prompt token.
-    """
-
-    prompt_token_s: float
-    output_token_s: float
-    context_token_s: float
-    """For each token that an output token attends to."""
-
-    @classmethod
-    def of(cls, limits: BatchLimits, times: IterationTimes, max_model_len: int) -> Self:
-        most_tokens = min(limits.job_tokens, max_model_len)
-        shortest_s = times.decodes_s(limits.max_seqs, 1) / limits.max_seqs
-        longest_s = times.decodes_s(limits.max_seqs, max_model_len) / limits.max_seqs
-        return cls(
-            times.prefill_s(most_tokens) / most_tokens,
-            shortest_s,
-            max(0.0, longest_s - shortest_s) / max_model_len,
-        )
-
-    def output_s(self, num_tokens: int, context_tokens: int) -> float:
-        """The cost of output tokens that attend to so many tokens each."""
-        return num_tokens * (self.output_token_s + self.context_token_s * context_tokens)
-
-    def seconds(self, job: Job, num_tokens: int) -> float:
-        """The cost of the last ``num_tokens`` tokens that the job has computed."""
-        if num_tokens == 1:
-            return self.output_s(1, job.num_computed)
-        return self.prompt_token_s * num_tokens
-
-
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    """A tenant with jobs."""
-
-    name: str
-    weight: float
-    rank: int  # the latest to join has the lowest
-    policy: Policy
-    counter: float  # service over weight, in rounds
-    num_at: list[int] = field(default_factory=lambda: [0] * len(PLACES))  # jobs at each place
-
-    @property
-    def order_key(self) -> OrderKey:
-        """Tenants in the same round keep their order, so that they do not take turns at every
-        token. The latest to join is the first: it has had the least."""
-        return math.floor(self.counter), self.rank
-
-
-class _Order:
-    """Order keys of tenants: of all, and of those with jobs at each ``Place``."""
-
-    def __init__(self) -> None:
-        self.all: list[OrderKey] = []
-        self.at: tuple[list[OrderKey], ...] = tuple([] for _ in PLACES)
-        self.num_on_device = 0
-        """Jobs of all tenants there."""
-        self.total_weight = 0.0
-
-    @property
-    def earliest_round(self) -> float:
-        """There must be a tenant."""
-        return self.all[0][0]
-
-    def add(self, tenant: _Tenant) -> None:
-        for keys in self._lists_of(tenant):
-            insort(keys, tenant.order_key)
-
-    def remove(self, tenant: _Tenant) -> None:
-        for keys in self._lists_of(tenant):
-            del keys[bisect_left(keys, tenant.order_key)]
-
-    def count(self, tenant: _Tenant, place: Place, change: int) -> None:
-        """The tenant has one job more or less at ``place``."""
-        keys, key = self.at[place], tenant.order_key
-        before = tenant.num_at[place]
-        tenant.num_at[place] += change
-        self.num_on_device += change if place is Place.DEVICE else 0
-        if before == 0:
-            insort(keys, key)
-        elif tenant.num_at[place] == 0:
-            del keys[bisect_left(keys, key)]
-
-    def _lists_of(self, tenant: _Tenant) -> list[list[OrderKey]]:
-        pairs = zip(self.at, tenant.num_at, strict=True)
-        return [self.all, *(keys for keys, num_jobs in pairs if num_jobs)]
 
 
 class FairShares:
@@ -170,12 +82,12 @@ class FairShares:
         self._costs = self._current_costs()
         self._round_s = self._costs.output_s(_ROUND_TOKENS, min(_ROUND_CONTEXT, max_model_len))
         self._num_joined = 0
-        self._tenants: dict[str, _Tenant] = {}
-        self._of_rank: dict[float, _Tenant] = {}
-        self._order = _Order()
+        self._tenants: dict[str, Tenant] = {}
+        self._of_rank: dict[float, Tenant] = {}
+        self._order = TenantOrder()
         # Counters of tenants without jobs, if they have had more than the others.
         self._ahead: dict[str, float] = {}
-        self._earliest_round = 0.0
+        self._forgot_up_to = 0.0
         self._places: dict[int, Place] = {}  # by job number
         self._walked: dict[int, Job] = {}  # by the latest walk, in its order
         self._walked_before: dict[int, Job] = {}  # by the walk before it
@@ -229,7 +141,7 @@ class FairShares:
         alone = self._alone()
         if alone is not None:
             return alone.policy.walk(now, in_flight)
-        return _WalkOfTenants(
+        return WalkOfTenants(
             self._order, self._of_rank, self._walked, self._num_new, now, in_flight
         )
 
@@ -242,10 +154,10 @@ class FairShares:
             charged[name] = charged.get(name, 0.0) + seconds(job, num_tokens)
         for name, service_s in charged.items():
             self._charge(self._tenants[name], service_s / self._round_s)
-        if self._ahead and self._order.earliest_round > self._earliest_round:
-            self._earliest_round = self._order.earliest_round
+        if self._ahead and self._order.earliest_round > self._forgot_up_to:
+            self._forgot_up_to = self._order.earliest_round
             ahead = self._ahead.items()
-            self._ahead = {name: has for name, has in ahead if has > self._earliest_round}
+            self._ahead = {name: has for name, has in ahead if has > self._forgot_up_to}
 
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         if len(self._tenants) == 1:
@@ -272,7 +184,7 @@ class FairShares:
         alone = self._alone()
         if alone is not None:
             return alone.policy.next_run_estimate(now)
-        return _EstimateOfTenants(self._tenants, self._walked_before, now)
+        return EstimateOfTenants(self._tenants, self._walked_before, now)
 
     def on_place_changed(self, job: Job) -> None:
         tenant = self._tenants[job.service.tenant]
@@ -284,7 +196,7 @@ class FairShares:
     def by_next_run(
         self, place: Place, estimate: NextRunEstimate, *, last_first: bool
     ) -> Iterator[Job]:
-        if not isinstance(estimate, _EstimateOfTenants):
+        if not isinstance(estimate, EstimateOfTenants):
             (alone,) = self._tenants.values()
             return alone.policy.by_next_run(place, estimate, last_first=last_first)
         walked, keys = self._walked_before, self._order.at[place]
@@ -313,7 +225,7 @@ class FairShares:
         of_tenants = (tenant.policy for tenant in list(self._tenants.values()))
         return [self._default, *(policy for policy in of_tenants if policy is not self._default)]
 
-    def _alone(self) -> _Tenant | None:
+    def _alone(self) -> Tenant | None:
         """The tenant, if it is the only one that counts."""
         if len(self._tenants) != 1 or self._ahead:
             return None
@@ -322,7 +234,7 @@ class FairShares:
     def _current_costs(self) -> TokenCosts:
         return TokenCosts.of(self.limits, self._times, self._max_model_len)
 
-    def _join(self, name: str) -> _Tenant:
+    def _join(self, name: str) -> Tenant:
         """A tenant gets its first job."""
         policy = self._default if self._default_is_free else self._make_policy()
         self._default_is_free = False
@@ -331,19 +243,21 @@ class FairShares:
             counter = max(counter, self._order.earliest_round)
         self._num_joined += 1
         weight = self._weights.get(name, 1.0)
-        tenant = _Tenant(name, weight, -self._num_joined, policy, counter)
+        tenant = Tenant(name, weight, -self._num_joined, policy, counter)
         self._tenants[name] = self._of_rank[tenant.rank] = tenant
-        self._order.total_weight = sum(one.weight for one in self._tenants.values())
+        self._order.total_weight += weight
         self._order.add(tenant)
         return tenant
 
-    def _leave(self, tenant: _Tenant) -> None:
+    def _leave(self, tenant: Tenant) -> None:
         """A tenant has no job any more."""
         del self._tenants[tenant.name], self._of_rank[tenant.rank]
         self._order.remove(tenant)
+        self._order.total_weight -= tenant.weight
         if not self._tenants:
+            self._order.total_weight = 0.0  # without rounding errors
             self._ahead.clear()
-            self._earliest_round = 0.0
+            self._forgot_up_to = 0.0
         elif tenant.counter > self._order.earliest_round:
             self._ahead[tenant.name] = tenant.counter
         if tenant.policy is self._default:
@@ -352,7 +266,7 @@ class FairShares:
             self._num_demotions_before += tenant.policy.num_demotions
             self._num_promotions_before += tenant.policy.num_promotions
 
-    def _charge(self, tenant: _Tenant, rounds: float) -> None:
+    def _charge(self, tenant: Tenant, rounds: float) -> None:
         counter = tenant.counter + rounds / tenant.weight
         if math.floor(counter) == math.floor(tenant.counter):
             tenant.counter = counter
@@ -364,99 +278,3 @@ class FairShares:
 
 def _in_order(items: Sequence[_T], last_first: bool) -> Iterable[_T]:
     return reversed(items) if last_first else items
-
-
-class _WalkOfTenants:
-    """Yields the next job of the tenant in the earliest round. Each job puts its tenant back.
-
-    Jobs in flight have their seats in other batches, so they do not count.
-    """
-
-    def __init__(
-        self,
-        order: _Order,
-        of_rank: Mapping[float, _Tenant],
-        walked: dict[int, Job],
-        num_new: dict[float, int],
-        now: float,
-        in_flight: Collection[int],
-    ) -> None:
-        """
-        Args:
-            walked: gets the jobs that are yielded.
-            num_new: by rank; counts those without KV.
-        """
-        self._order = order
-        self._next = [*order.all]  # sorted, so it is a heap
-        self._of_rank = of_rank
-        self._walked = walked
-        self._num_new = num_new
-        self._now = now
-        self._in_flight = in_flight
-        self._walks: dict[float, Walk] = {}  # by rank, of tenants that have begun
-        self._rounds: dict[float, float] = {}  # to which they are put back
-        self._open = [*PLACES]
-
-    def __iter__(self) -> Iterator[Job]:
-        return self
-
-    def __next__(self) -> Job:
-        while self._next:
-            round_, rank = self._next[0]
-            walk = self._walks[rank] if rank in self._walks else self._begin(rank)
-            job = next(walk, None)
-            if job is None:
-                heappop(self._next)
-                continue
-            if job.number not in self._in_flight:
-                self._rounds[rank] = round_ + 1 / self._of_rank[rank].weight
-                heapreplace(self._next, (self._rounds[rank], rank))
-            self._walked[job.number] = job
-            if job.place is Place.NOWHERE:
-                self._num_new[rank] = self._num_new.get(rank, 0) + 1
-            return job
-        raise StopIteration
-
-    def skip(self, place: Place) -> None:
-        if place not in self._open:
-            return
-        self._open.remove(place)
-        for walk in self._walks.values():
-            walk.skip(place)
-        # Of a thousand tenants, most may have no job at the other places.
-        rounds = {rank: round_ for other in self._open for round_, rank in self._order.at[other]}
-        self._next = [(self._rounds.get(rank, round_), rank) for rank, round_ in rounds.items()]
-        heapify(self._next)
-
-    def _begin(self, rank: float) -> Walk:
-        walk = self._walks[rank] = self._of_rank[rank].policy.walk(self._now, self._in_flight)
-        for place in PLACES:
-            if place not in self._open:
-                walk.skip(place)
-        return walk
-
-
-class _EstimateOfTenants:
-    """Estimates of jobs of several tenants. A tenant's policy makes its own when it is needed."""
-
-    def __init__(
-        self, tenants: Mapping[str, _Tenant], walked: Mapping[int, Job], now: float
-    ) -> None:
-        self._tenants = tenants
-        self._position = {number: position for position, number in enumerate(walked)}
-        self._now = now
-        self._of_tenant: dict[float, NextRunEstimate] = {}  # by rank
-
-    def of_tenant(self, tenant: _Tenant) -> NextRunEstimate:
-        """That of the tenant's own policy."""
-        estimate = self._of_tenant.get(tenant.rank)
-        if estimate is None:
-            estimate = self._of_tenant[tenant.rank] = tenant.policy.next_run_estimate(self._now)
-        return estimate
-
-    def __call__(self, job: Job) -> tuple[float, ...]:
-        position = self._position.get(job.number)
-        if position is not None:
-            return -1.0, position
-        tenant = self._tenants[job.service.tenant]
-        return *tenant.order_key, *self.of_tenant(tenant)(job)

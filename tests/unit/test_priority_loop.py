@@ -11,6 +11,7 @@ from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import Round, RoundResult
 from fastserve_backend.offers import OfferAnswer, OfferOutcome
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.priority_classes import PriorityClasses
@@ -18,7 +19,7 @@ from fastserve_backend.scheduler.promotion import Promotion
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job
-from loop_driver import BLOCK_SIZE, Rig
+from loop_driver import BLOCK_SIZE, WINDOWED_KINDS, Rig
 from policies import POLICIES, make_policy
 
 LONGEST = 16 + 12
@@ -91,6 +92,7 @@ class WatchedRig(Rig):
     strategy=st.sampled_from(["recompute", "reactive", "proactive"]),
     num_host_blocks=st.sampled_from([0, 6, 40]),
     has_across=st.booleans(),
+    kinds=st.sampled_from([ONE_GROUP, ONE_GROUP, *WINDOWED_KINDS]),
 )
 def test_no_job_keeps_memory_from_a_more_urgent_one_and_all_end(
     seed: int,
@@ -100,6 +102,7 @@ def test_no_job_keeps_memory_from_a_more_urgent_one_and_all_end(
     strategy: str,
     num_host_blocks: int,
     has_across: bool,
+    kinds: tuple[LayerKind, ...],
 ) -> None:
     rng = random.Random(seed)
     limits = BatchLimits(rng.randint(1, 6), rng.randint(6, 30), rng.randint(1, 12))
@@ -118,10 +121,12 @@ def test_no_job_keeps_memory_from_a_more_urgent_one_and_all_end(
         )
         for number in range(NUM_JOBS)
     ]
+    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.job_tokens)
     rig = WatchedRig(
         policy,
         jobs,
-        num_blocks=-(-LONGEST // BLOCK_SIZE) + rng.randint(0, 12),
+        kinds=kinds,
+        num_blocks=needs.most(LONGEST) + needs.num_groups * rng.randint(0, 12),
         num_host_blocks=num_host_blocks,
         link=rng.choice([Link(1e-9, 1e-9), Link(0.3, 0.3)]),
         num_stages=num_stages,

@@ -334,6 +334,7 @@ def simulate(
     ] = "fcfs,skip_join_mlfq,gittins",
     rates: workload_flags.Rates = None,
     dataset: workload_flags.Dataset = "sharegpt",
+    job_class: workload_flags.JobClasses = None,
     arrivals: workload_flags.ArrivalsFlag = None,
     num_jobs: workload_flags.NumJobs = 1000,
     seed: workload_flags.Seed = 0,
@@ -364,17 +365,18 @@ def simulate(
     seconds.
     """
     from fastserve_bench.report.output import Output
-    from fastserve_bench.workload import LengthLimits, Workload
+    from fastserve_bench.workload import LengthLimits, ServiceClass, Workload
 
     from fastserve_backend.cli.simulate import ModelledHardware, simulate_command
 
     if keys["load_format"] is None:
         keys["load_format"] = "dummy"  # no weights are needed
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
+    classes = tuple(map(ServiceClass.parse, job_class or ()))
     code = simulate_command(
         _engine_config(model, config, keys),
         ModelledHardware(profile, hardware),
-        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals),
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals, classes),
         Output(output, plot),
         policies=listed(policies),
         rates=parse_rates(rates),

@@ -47,15 +47,7 @@ def bench(
             help="In place of --rates: numbers of requests to keep under way, separated by commas."
         ),
     ] = None,
-    job_class: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--class",
-            help="A class of jobs, NAME[:SHARE][,priority=N][,ttft_slo_ms=N][,tpot_slo_ms=N]"
-            "[,tenant=NAME][,key_variable=NAME]; can be repeated. SHARE is that of the jobs, left "
-            "out where the data set says which jobs have the class.",
-        ),
-    ] = None,
+    job_class: workload_flags.JobClasses = None,
     repeats: Annotated[
         int, typer.Option(min=1, help="Runs of each load, seeds counting up; medians.")
     ] = 1,

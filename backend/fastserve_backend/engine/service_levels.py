@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fastserve_client import protocol
 
-from fastserve_backend.config import MAX_MS, EngineConfig
+from fastserve_backend.config import MAX_MS, EngineConfig, SchedulerSection
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import ServiceLevel
 
@@ -25,7 +25,11 @@ def resolve_service(wanted: ServiceLevel, config: EngineConfig) -> ServiceLevel:
     _check_objective(protocol.TTFT_SLO_MS, wanted.ttft_slo_s)
     _check_objective(protocol.TPOT_SLO_MS, wanted.tpot_slo_s)
     _check_tenant(wanted.tenant)
-    scheduler = config.scheduler
+    return with_default_objectives(wanted, config.scheduler)
+
+
+def with_default_objectives(wanted: ServiceLevel, scheduler: SchedulerSection) -> ServiceLevel:
+    """``wanted`` with the server's objectives in place of those that it does not name."""
     return replace(
         wanted,
         ttft_slo_s=_or_default(wanted.ttft_slo_s, scheduler.ttft_slo_ms),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heapreplace
+from heapq import heapify, heappop, heapreplace
 from itertools import chain
-from typing import Self
+from typing import Self, TypeVar
 
-from fastserve_backend.job import Job, Place
+from fastserve_backend.job import PLACES, Job, Place
 from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
@@ -25,11 +25,12 @@ from fastserve_backend.scheduler.base import (
     Scheduled,
     summed_level_sizes,
 )
-from fastserve_backend.scheduler.walk import Walk
+from fastserve_backend.scheduler.walk import OrderKey, Walk
 
 # A round gives a tenant of weight 1 the time of so many output tokens. With fewer, tenants would
 # swap each other's KV out more often. With more, a tenant would wait longer for its next turn.
 _ROUND_TOKENS = 64
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,48 @@ class _Tenant:
     rank: int  # the latest to join has the lowest
     policy: Policy
     counter: float  # service over weight, in rounds
-    num_at: list[int] = field(default_factory=lambda: [0] * len(Place))  # jobs at each place
+    num_at: list[int] = field(default_factory=lambda: [0] * len(PLACES))  # jobs at each place
 
     @property
-    def order_key(self) -> tuple[int, int]:
+    def order_key(self) -> OrderKey:
         """Tenants in the same round keep their order, so that they do not take turns at every
         token. The latest to join is the first: it has had the least."""
         return math.floor(self.counter), self.rank
+
+
+class _Order:
+    """Order keys of tenants: of all, and of those with jobs at each ``Place``."""
+
+    def __init__(self) -> None:
+        self.all: list[OrderKey] = []
+        self.at: tuple[list[OrderKey], ...] = tuple([] for _ in PLACES)
+
+    @property
+    def earliest_round(self) -> float:
+        """There must be a tenant."""
+        return self.all[0][0]
+
+    def add(self, tenant: _Tenant) -> None:
+        for keys in self._lists_of(tenant):
+            insort(keys, tenant.order_key)
+
+    def remove(self, tenant: _Tenant) -> None:
+        for keys in self._lists_of(tenant):
+            del keys[bisect_left(keys, tenant.order_key)]
+
+    def count(self, tenant: _Tenant, place: Place, change: int) -> None:
+        """The tenant has one job more or less at ``place``."""
+        keys, key = self.at[place], tenant.order_key
+        before = tenant.num_at[place]
+        tenant.num_at[place] += change
+        if before == 0:
+            insort(keys, key)
+        elif tenant.num_at[place] == 0:
+            del keys[bisect_left(keys, key)]
+
+    def _lists_of(self, tenant: _Tenant) -> list[list[OrderKey]]:
+        pairs = zip(self.at, tenant.num_at, strict=True)
+        return [self.all, *(keys for keys, num_jobs in pairs if num_jobs)]
 
 
 class FairShares:
@@ -125,11 +161,11 @@ class FairShares:
         self._round_s = _ROUND_TOKENS * self._costs.output_token_s
         self._num_joined = 0
         self._tenants: dict[str, _Tenant] = {}
-        self._of_rank: dict[int, _Tenant] = {}
-        self._order: list[tuple[int, int]] = []  # order keys, sorted
+        self._of_rank: dict[float, _Tenant] = {}
+        self._order = _Order()
         # Counters of tenants without jobs, if they have had more than the others.
         self._ahead: dict[str, float] = {}
-        self._earliest_round = 0
+        self._earliest_round = 0.0
         self._places: dict[int, Place] = {}  # by job number
         self._walked: dict[int, Job] = {}  # by the latest walk, in its order
         self._walked_before: dict[int, Job] = {}  # by the walk before it
@@ -157,14 +193,14 @@ class FairShares:
 
     def add(self, job: Job, now: float) -> None:
         tenant = self._tenants.get(job.service.tenant) or self._join(job.service.tenant)
-        tenant.num_at[job.place] += 1
+        self._order.count(tenant, job.place, 1)
         self._places[job.number] = job.place
         tenant.policy.add(job, now)
 
     def remove(self, job: Job) -> None:
         tenant = self._tenants[job.service.tenant]
         tenant.policy.remove(job)
-        tenant.num_at[self._places.pop(job.number)] -= 1
+        self._order.count(tenant, self._places.pop(job.number), -1)
         self._walked.pop(job.number, None)
         self._walked_before.pop(job.number, None)
         if not any(tenant.num_at):
@@ -186,8 +222,8 @@ class FairShares:
             charged[name] = charged.get(name, 0.0) + seconds(job, num_tokens)
         for name, service_s in charged.items():
             self._charge(self._tenants[name], service_s / self._round_s)
-        if self._ahead and self._order[0][0] > self._earliest_round:
-            self._earliest_round = self._order[0][0]
+        if self._ahead and self._order.earliest_round > self._earliest_round:
+            self._earliest_round = self._order.earliest_round
             ahead = self._ahead.items()
             self._ahead = {name: has for name, has in ahead if has > self._earliest_round}
 
@@ -220,8 +256,8 @@ class FairShares:
 
     def on_place_changed(self, job: Job) -> None:
         tenant = self._tenants[job.service.tenant]
-        tenant.num_at[self._places[job.number]] -= 1
-        tenant.num_at[job.place] += 1
+        self._order.count(tenant, self._places[job.number], -1)
+        self._order.count(tenant, job.place, 1)
         self._places[job.number] = job.place
         tenant.policy.on_place_changed(job)
 
@@ -231,18 +267,16 @@ class FairShares:
         if not isinstance(estimate, _EstimateOfTenants):
             (alone,) = self._tenants.values()
             return alone.policy.by_next_run(place, estimate, last_first=last_first)
-        walked = self._walked_before
+        walked, keys = self._walked_before, self._order.at[place]
+        first = (job for job in _in_order(list(walked.values()), last_first) if job.place is place)
         others = (
             job
-            for _, rank in (reversed(self._order) if last_first else self._order)
-            if self._of_rank[rank].num_at[place]
+            for _, rank in _in_order(keys, last_first)
             for job in self._of_rank[rank].policy.by_next_run(
                 place, estimate.of_tenant(self._of_rank[rank]), last_first=last_first
             )
             if job.number not in walked
         )
-        first = reversed(walked.values()) if last_first else walked.values()
-        first = (job for job in first if job.place is place)
         return chain(others, first) if last_first else chain(first, others)
 
     def level_sizes(self) -> Sequence[int]:
@@ -272,22 +306,24 @@ class FairShares:
         """A tenant gets its first job."""
         policy = self._default if self._default_is_free else self._make_policy()
         self._default_is_free = False
-        counter = max(self._ahead.pop(name, 0.0), self._order[0][0] if self._order else 0)
+        counter = self._ahead.pop(name, 0.0)
+        if self._tenants:
+            counter = max(counter, self._order.earliest_round)
         self._num_joined += 1
         weight = self._weights.get(name, 1.0)
         tenant = _Tenant(name, weight, -self._num_joined, policy, counter)
         self._tenants[name] = self._of_rank[tenant.rank] = tenant
-        insort(self._order, tenant.order_key)
+        self._order.add(tenant)
         return tenant
 
     def _leave(self, tenant: _Tenant) -> None:
         """A tenant has no job any more."""
         del self._tenants[tenant.name], self._of_rank[tenant.rank]
-        del self._order[bisect_left(self._order, tenant.order_key)]
-        if not self._order:
+        self._order.remove(tenant)
+        if not self._tenants:
             self._ahead.clear()
-            self._earliest_round = 0
-        elif tenant.counter > self._order[0][0]:
+            self._earliest_round = 0.0
+        elif tenant.counter > self._order.earliest_round:
             self._ahead[tenant.name] = tenant.counter
         if tenant.policy is self._default:
             self._default_is_free = True
@@ -296,11 +332,17 @@ class FairShares:
             self._num_promotions_before += tenant.policy.num_promotions
 
     def _charge(self, tenant: _Tenant, rounds: float) -> None:
-        before = tenant.order_key
-        tenant.counter += rounds / tenant.weight
-        if tenant.order_key != before:
-            del self._order[bisect_left(self._order, before)]
-            insort(self._order, tenant.order_key)
+        counter = tenant.counter + rounds / tenant.weight
+        if math.floor(counter) == math.floor(tenant.counter):
+            tenant.counter = counter
+            return
+        self._order.remove(tenant)
+        tenant.counter = counter
+        self._order.add(tenant)
+
+
+def _in_order(items: Sequence[_T], last_first: bool) -> Iterable[_T]:
+    return reversed(items) if last_first else items
 
 
 class _WalkOfTenants:
@@ -311,55 +353,58 @@ class _WalkOfTenants:
 
     def __init__(
         self,
-        order: Sequence[tuple[int, int]],
-        of_rank: Mapping[int, _Tenant],
+        order: _Order,
+        of_rank: Mapping[float, _Tenant],
         walked: dict[int, Job],
         now: float,
         in_flight: Collection[int],
     ) -> None:
         """
         Args:
-            order: (round, rank) of all tenants, sorted.
             walked: gets the jobs that are yielded.
         """
-        self._next: list[tuple[float, int]] = [*order]  # sorted, so it is a heap
+        self._order = order
+        self._next = [*order.all]  # sorted, so it is a heap
         self._of_rank = of_rank
         self._walked = walked
         self._now = now
         self._in_flight = in_flight
-        self._walks: dict[int, Walk] = {}  # by rank
-        self._open = set(Place)
+        self._walks: dict[float, Walk] = {}  # by rank, of tenants that have begun
+        self._rounds: dict[float, float] = {}  # to which they are put back
+        self._open = [*PLACES]
 
     def __iter__(self) -> Iterator[Job]:
         return self
 
     def __next__(self) -> Job:
         while self._next:
-            position, rank = self._next[0]
-            walk = self._walks[rank] if rank in self._walks else self._start(rank)
-            job = None if walk is None else next(walk, None)
+            round_, rank = self._next[0]
+            walk = self._walks[rank] if rank in self._walks else self._begin(rank)
+            job = next(walk, None)
             if job is None:
                 heappop(self._next)
                 continue
             if job.number not in self._in_flight:
-                heapreplace(self._next, (position + 1 / self._of_rank[rank].weight, rank))
+                self._rounds[rank] = round_ + 1 / self._of_rank[rank].weight
+                heapreplace(self._next, (self._rounds[rank], rank))
             self._walked[job.number] = job
             return job
         raise StopIteration
 
     def skip(self, place: Place) -> None:
-        if place in self._open:
-            self._open.discard(place)
-            for walk in self._walks.values():
-                walk.skip(place)
+        if place not in self._open:
+            return
+        self._open.remove(place)
+        for walk in self._walks.values():
+            walk.skip(place)
+        # Of a thousand tenants, most may have no job at the other places.
+        rounds = {rank: round_ for other in self._open for round_, rank in self._order.at[other]}
+        self._next = [(self._rounds.get(rank, round_), rank) for rank, round_ in rounds.items()]
+        heapify(self._next)
 
-    def _start(self, rank: int) -> Walk | None:
-        """The walk of a tenant. None: it has no job that may be yielded."""
-        tenant = self._of_rank[rank]
-        if not any(tenant.num_at[place] for place in self._open):
-            return None
-        walk = self._walks[rank] = tenant.policy.walk(self._now, self._in_flight)
-        for place in Place:
+    def _begin(self, rank: float) -> Walk:
+        walk = self._walks[rank] = self._of_rank[rank].policy.walk(self._now, self._in_flight)
+        for place in PLACES:
             if place not in self._open:
                 walk.skip(place)
         return walk
@@ -374,7 +419,7 @@ class _EstimateOfTenants:
         self._tenants = tenants
         self._position = {number: position for position, number in enumerate(walked)}
         self._now = now
-        self._of_tenant: dict[int, NextRunEstimate] = {}  # by rank
+        self._of_tenant: dict[float, NextRunEstimate] = {}  # by rank
 
     def of_tenant(self, tenant: _Tenant) -> NextRunEstimate:
         """That of the tenant's own policy."""

@@ -6,7 +6,7 @@ import enum
 import math
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.sampling_params import SamplingParams
@@ -107,6 +107,17 @@ class ServiceLevel:
     """Wanted time for each later token, in seconds; None: no objective."""
     tenant: str = ""
     """For whom it runs. Requests of "" share one tenant."""
+
+    def with_default_objectives(
+        self, ttft_slo_ms: float | None, tpot_slo_ms: float | None
+    ) -> ServiceLevel:
+        """The same with these objectives, in ms, in place of those that it does not name."""
+        ttft_slo_s, tpot_slo_s = self.ttft_slo_s, self.tpot_slo_s
+        if ttft_slo_s is None and ttft_slo_ms is not None:
+            ttft_slo_s = ttft_slo_ms / 1e3
+        if tpot_slo_s is None and tpot_slo_ms is not None:
+            tpot_slo_s = tpot_slo_ms / 1e3
+        return replace(self, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
 
 
 DEFAULT_SERVICE = ServiceLevel()

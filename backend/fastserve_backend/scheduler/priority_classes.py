@@ -31,8 +31,8 @@ class PriorityClasses:
 
     With strict priorities, less urgent jobs may wait for ever. ``across`` bounds their wait: a job
     of any priority that has not run for ``across.starvation_s`` gets a turn before all priorities.
-    A quarter of the seats and a tenth of the time go to such turns at most. So none of S starving
-    jobs, whatever their priorities, waits longer than::
+    Such turns take a quarter of the seats at most, and a tenth of the time until their jobs have a
+    token. So none of S starving jobs, whatever their priorities, waits longer than::
 
         (1 + ceil(S / num_turns)) · starvation_s + 11 · (S + num_turns) · token_s
 

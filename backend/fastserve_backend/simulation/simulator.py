@@ -14,7 +14,6 @@ from fastserve_bench.workload import TraceJob
 from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import NewToken, OnJobEnd
 from fastserve_backend.engine.loop_setup import KVMemory, LoopSetup, MakePolicy
-from fastserve_backend.engine.service_levels import with_default_objectives
 from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
@@ -169,7 +168,7 @@ def _job(number: int, traced: TraceJob, scheduler: SchedulerSection) -> Job:
         prompt_ids=array("i", bytes(4 * traced.prompt_tokens)),
         params=SamplingParams(max_tokens=traced.output_tokens, temperature=0, ignore_eos=True),
         arrival_s=traced.arrival_s,
-        service=with_default_objectives(service, scheduler),
+        service=service.with_default_objectives(scheduler.ttft_slo_ms, scheduler.tpot_slo_ms),
     )
 
 

@@ -98,7 +98,7 @@ class WalkOfTenants:
         self._num_new = num_new
         self._now = now
         self._in_flight = in_flight
-        self._walks: dict[float, Walk] = {}  # by rank, of tenants that have begun
+        self._walks: dict[float, Walk | None] = {}  # by rank; None: begun and dropped
         self._rounds: dict[float, float] = {}  # to which they are put back
         self._open = [*PLACES]
 
@@ -108,8 +108,7 @@ class WalkOfTenants:
     def __next__(self) -> Job:
         while self._next:
             round_, rank = self._next[0]
-            walk = self._walks[rank] if rank in self._walks else self._begin(rank)
-            job = next(walk, None)
+            job = self._next_job(rank)
             if job is None:
                 heappop(self._next)
                 continue
@@ -127,18 +126,28 @@ class WalkOfTenants:
             return
         self._open.remove(place)
         for walk in self._walks.values():
-            walk.skip(place)
+            if walk is not None:
+                walk.skip(place)
         # Of a thousand tenants, most may have no job at the other places.
         rounds = {rank: round_ for other in self._open for round_, rank in self._order.at[other]}
         self._next = [(self._rounds.get(rank, round_), rank) for rank, round_ in rounds.items()]
         heapify(self._next)
 
-    def _begin(self, rank: float) -> Walk:
-        walk = self._walks[rank] = self._of_rank[rank].policy.walk(self._now, self._in_flight)
-        for place in PLACES:
-            if place not in self._open:
-                walk.skip(place)
-        return walk
+    def _next_job(self, rank: float) -> Job | None:
+        """The next job of a tenant, if it has one.
+
+        Of a thousand tenants, most get one seat or none. If all their walks were kept, Python's
+        garbage collector would look at the whole heap in each hundredth decision. So the first walk
+        of a tenant is dropped, and the second one is kept.
+        """
+        walk = self._walks.get(rank)
+        if walk is None:
+            walk = self._of_rank[rank].policy.walk(self._now, self._in_flight)
+            for place in PLACES:
+                if place not in self._open:
+                    walk.skip(place)
+            self._walks[rank] = walk if rank in self._walks else None
+        return next((job for job in walk if job.number not in self._walked), None)
 
 
 class EstimateOfTenants:

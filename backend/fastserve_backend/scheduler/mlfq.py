@@ -254,7 +254,6 @@ def _by_level(
     queues: Sequence[SplitOrder[OrderedJobs]], place: Place
 ) -> Iterator[tuple[OrderKey, Job]]:
     for level, queue in enumerate(queues):
-        part = queue.part(place)
-        if len(part):
-            for (ticket, _), job in part.items():
+        if len(queue):
+            for (ticket, _), job in queue.part(place).items():
                 yield (level, ticket), job

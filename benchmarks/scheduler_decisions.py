@@ -11,8 +11,8 @@ Copies to and from the host end two iterations later.
 "Short" is KV memory for twice as many jobs as a batch has, with a host tier ten times as large and
 the strategy proactive. "Unlimited" is memory for all. Prompt and output lengths are drawn from a
 long-tailed distribution with a fixed seed. Seven of eight outputs are predicted, typically wrong by
-a factor of 1.6. With "long prompts" all are so long that a few fill an iteration. With priorities
-or tenants, each job has one of them at random.
+a factor of 1.6. Every second job has latency objectives. With "long prompts" all are so long that a
+few fill an iteration. With priorities or tenants, each job has one of them at random.
 
 Each figure is the median decision in milliseconds, with the 99th percentile in brackets. It is
 processor time, so that a busy machine does not count as a slow decision.
@@ -50,6 +50,7 @@ LONG_PROMPT = 1500  # tokens, of the 2,048 of an iteration
 MAX_MODEL_LEN = 2048
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 1024
 JOB_BLOCKS = 16  # of a typical job
+TTFT_SLO_S, TPOT_SLO_S = 1.0, 0.1
 PREDICTION_ERROR = 0.5  # standard deviation of ln(predicted / real)
 COPY_DECISIONS = 2  # a copy takes this many
 WARM_UP_DECISIONS = 300
@@ -131,8 +132,9 @@ class Decisions:
             _, transfer = self._copies.popleft()
             kv.on_transfer_finished(transfer.job_number, succeeded=True, seconds=1e-3)
         kv_round = kv.start_round(self._now_s, ())
-        limits = policy.limits.for_load(self._num_jobs, self._num_decodes)
-        batch = fill_batch(policy.walk(self._now_s, ()), limits, (), kv_round)
+        walk = policy.walk(self._now_s, ())
+        limits = policy.limits_for(self._now_s, self._num_jobs, self._num_decodes)
+        batch = fill_batch(walk, limits, (), kv_round)
         result = kv_round.commit()
         took_s = time.thread_time() - started
         self._copies.extend(
@@ -175,6 +177,8 @@ class Decisions:
             arrival_s=self._now_s,
             service=ServiceLevel(
                 priority=self._service_rng.choice(self._load.priorities),
+                ttft_slo_s=TTFT_SLO_S if self._num_jobs % 2 else None,
+                tpot_slo_s=TPOT_SLO_S if self._num_jobs % 2 else None,
                 tenant=str(self._service_rng.randrange(self._load.num_tenants)),
             ),
             predicted_tokens=predicted if self._num_jobs % 8 else None,

@@ -371,6 +371,11 @@ def _random_jobs(rng: random.Random, num_tenants: int) -> list[Job]:
         tenant = f"tenant-{rng.randrange(num_tenants)}"
         jobs.append(job_of(tenant, number, rng.randint(1, 16), rng.randint(1, 12)))
         jobs[-1].arrival_s = rng.uniform(0.0, 60.0)
+        jobs[-1].service = ServiceLevel(
+            tenant=tenant,
+            ttft_slo_s=rng.choice([None, 10.0]),
+            tpot_slo_s=rng.choice([None, 3.0]),
+        )
     return jobs
 
 

@@ -24,7 +24,7 @@ LONGEST_PROMPT, MOST_OUTPUT = 40, 25
 SHORTEST_S, LONGEST_S = 0.5, 3.0  # the longest time between two ends of iterations
 
 
-PROMOTING = ("mlfq", "skip_join_mlfq", "gittins")
+PROMOTING = ("mlfq", "skip_join_mlfq", "gittins", "slo")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from fastserve_backend.scheduler.policy_context import make_policy
 from fastserve_backend.scheduler.registry import load_policy
 from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.slo import SLO
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 from fastserve_backend.scheduler.uniboost import UniBoost
@@ -29,6 +30,7 @@ from policies import POLICIES, TIMES, LinearTimes, select
         ("mlfq", MLFQ),
         ("skip_join_mlfq", SkipJoinMLFQ),
         ("gittins", Gittins),
+        ("slo", SLO),
         ("speculative", Speculative),
         ("sarathi_edf", SarathiEDF),
         ("uniboost", UniBoost),

@@ -199,7 +199,7 @@ class StepLoop:
         # Passed over like jobs of unfinished steps.
         in_flight |= self._masked.waiting | self.kv.restarting
         jobs = self.policy.walk(now, in_flight)
-        limits = self.policy.limits.for_load(self.jobs.num_without_token, self._num_decodes)
+        limits = self.policy.limits_for(now, self.jobs.num_without_token, self._num_decodes)
         batch = fill_batch(jobs, limits, in_flight, kv_round)
         result = kv_round.commit()
         self._work.send_copies(result.transfers, self.kv.tiers.device.block_size)

@@ -205,6 +205,14 @@ class Policy(Protocol):
         """
         ...
 
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        """The limits of the next iteration. Called after ``walk``.
+
+        Args:
+            num_prompts, num_decodes: as of ``BatchLimits.for_load``.
+        """
+        ...
+
     def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
         """These jobs run now, and count their tokens of the iteration as computed."""
         ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -144,6 +145,16 @@ class FairShares:
         return WalkOfTenants(
             self._order, self._of_rank, self._walked, self._num_new, now, in_flight
         )
+
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        """Those of the tenant that comes first. Seats that it leaves empty are for the others."""
+        if not self._tenants:
+            return self._default.limits_for(now, num_prompts, num_decodes)
+        _, rank = self._order.all[0]
+        limits = self._of_rank[rank].policy.limits_for(now, num_prompts, num_decodes)
+        if len(self._tenants) == 1 or limits.max_seqs == self.limits.max_seqs:
+            return limits
+        return replace(limits, max_seqs=self.limits.max_seqs)
 
     def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
         if self._alone() is not None:

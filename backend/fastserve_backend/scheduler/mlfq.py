@@ -144,6 +144,9 @@ class MLFQ:
             self._queues[0].move(job, self._entries[job.number].ticket)
         return MergedWalk(lambda place: _by_level(self._queues, place))
 
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        return self.limits.for_load(num_prompts, num_decodes)
+
     def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
         pass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from fastserve_backend.job import Job, Place
@@ -112,6 +112,20 @@ class PriorityClasses:
         walks = [one.policy.walk(now, in_flight) for one in self._in_use()]
         turns = self._jobs_that_outrank_all()
         return walks[0] if len(walks) == 1 and not turns else _WalkOfAll(turns, walks)
+
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        """Those of the most urgent priority, with the smallest chunk that any priority needs."""
+        first, *others = (
+            one.policy.limits_for(now, num_prompts, num_decodes) for one in self._in_use()
+        )
+        chunks = [
+            one.prefill_chunk_tokens
+            for one in (first, *others)
+            if one.prefill_chunk_tokens is not None
+        ]
+        if not others or not chunks or min(chunks) == first.prefill_chunk_tokens:
+            return first
+        return replace(first, prefill_chunk_tokens=min(chunks))
 
     def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
         for policy, sent_here in self._by_policy(batch):

@@ -79,6 +79,7 @@ class Course:
     num_jobs: int
     arrivals: str | None = None
     host_gib: float = HOST_GIB
+    seed: int = 0
 
     @property
     def name(self) -> str:
@@ -88,7 +89,8 @@ class Course:
         """The workload's jobs, without those that are too long for the model."""
         limits = LengthLimits(max_total_tokens=SYSTEMS[self.system].max_model_len - 1)
         arrivals = self.arrivals
-        return Workload(self.workload, self.num_jobs, 0, limits, arrivals=arrivals).trace(rate)
+        workload = Workload(self.workload, self.num_jobs, self.seed, limits, arrivals=arrivals)
+        return workload.trace(rate)
 
 
 # So many jobs that the end of a trace, with ever fewer of them, counts for little; so few that the
@@ -194,13 +196,13 @@ def capacity(course: Course) -> float:
     """Jobs per second of the course that FCFS serves when all are there at once."""
     # Any rate will do: it decides when jobs arrive, not which jobs.
     trace = [replace(job, arrival_s=0.0) for job in course.trace(1.0)]
-    return len(trace) / _simulate(course, FCFS[0], trace).ended_s
+    return len(trace) / simulate_course(course, FCFS[0], trace).ended_s
 
 
 def run(cell: Cell, variant: Variant) -> Result:
     course = cell.course
     trace = course.trace(None if cell.load is None else cell.load * cell.capacity)
-    simulation = _simulate(course, variant, trace)
+    simulation = simulate_course(course, variant, trace)
     records, summary = simulation.records, summarize(simulation.records)
     assert summary.longest_tenth_slowdown is not None
     gap_p95, gap_p99 = np.percentile(simulation.token_gaps_s, (95, 99)).tolist()
@@ -227,7 +229,8 @@ def run(cell: Cell, variant: Variant) -> Result:
     )
 
 
-def _simulate(course: Course, variant: Variant, trace: list[TraceJob]) -> Simulation:
+def simulate_course(course: Course, variant: Variant, trace: list[TraceJob]) -> Simulation:
+    """Serve ``trace`` on the course's system."""
     system = SYSTEMS[course.system]
     num_ranks = system.tensor_parallel * system.pipeline_parallel
     config = EngineConfig().with_keys(

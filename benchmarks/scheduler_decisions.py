@@ -11,7 +11,8 @@ Copies to and from the host end two iterations later.
 "Short" is KV memory for twice as many jobs as a batch has, with a host tier ten times as large and
 the strategy proactive. "Unlimited" is memory for all. Prompt and output lengths are drawn from a
 long-tailed distribution with a fixed seed. Seven of eight outputs are predicted, typically wrong by
-a factor of 1.6. With "long prompts" all are so long that a few fill an iteration.
+a factor of 1.6. Every second job has latency objectives. With "long prompts" all are so long that a
+few fill an iteration. With priorities or tenants, each job has one of them at random.
 
 Each figure is the median decision in milliseconds, with the 99th percentile in brackets. It is
 processor time, so that a busy machine does not count as a slow decision.
@@ -26,9 +27,10 @@ import statistics
 import time
 from array import array
 from collections import deque
+from dataclasses import dataclass
 
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import StepVerdict
@@ -43,12 +45,12 @@ from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES
 from rich.console import Console
 from rich.table import Table
 
-WAITING = (100, 1_000, 10_000)
 SEATS = (16, 256)
 LONG_PROMPT = 1500  # tokens, of the 2,048 of an iteration
 MAX_MODEL_LEN = 2048
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 1024
 JOB_BLOCKS = 16  # of a typical job
+TTFT_SLO_S, TPOT_SLO_S = 1.0, 0.1
 PREDICTION_ERROR = 0.5  # standard deviation of ln(predicted / real)
 COPY_DECISIONS = 2  # a copy takes this many
 WARM_UP_DECISIONS = 300
@@ -68,20 +70,46 @@ class LinearTimes:
         return 0.025 + 0.0001 * num_jobs
 
 
+@dataclass(frozen=True)
+class Load:
+    """What waits. One column of the table."""
+
+    num_waiting: int
+    prompt_tokens: int | None = None
+    """Of every job; None: drawn."""
+    priorities: tuple[int, ...] = (0,)
+    num_tenants: int = 1
+
+    def __str__(self) -> str:
+        long = "" if self.prompt_tokens is None else ", long prompts"
+        several = f", {len(self.priorities)} priorities" if len(self.priorities) > 1 else ""
+        tenants = f", {self.num_tenants:,} tenants" if self.num_tenants > 1 else ""
+        return f"{self.num_waiting:,} waiting{long}{several}{tenants}"
+
+
+LOADS = (
+    Load(100),
+    Load(1_000),
+    Load(10_000),
+    Load(10_000, prompt_tokens=LONG_PROMPT),
+    Load(10_000, priorities=(-2, -1, 0, 1, 2)),
+    Load(10_000, num_tenants=1000),
+)
+
+
 class Decisions:
     """One policy with a constant number of waiting jobs."""
 
-    def __init__(
-        self, name: str, seats: int, num_waiting: int, prompt_tokens: int | None, is_short: bool
-    ) -> None:
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, name: str, seats: int, load: Load, is_short: bool) -> None:
+        self._load = load
         self._rng = random.Random(0)
+        self._service_rng = random.Random(1)  # of its own, so that all loads have the same lengths
         self._now_s = 0.0
         self._num_jobs = 0
         self._decision = 0
         self._times = LinearTimes()
         config = EngineConfig().with_keys(policy=name, max_num_seqs=seats, prefix_caching=False)
-        num_jobs = 2 * seats if is_short else num_waiting + 2 * seats
+        num_jobs = 2 * seats if is_short else load.num_waiting + 2 * seats
         num_blocks = JOB_BLOCKS * num_jobs + MAX_MODEL_LEN // 16
         self._policy = make_policy(config.scheduler, self._times, MAX_MODEL_LEN, 16 * num_blocks)
         tiers = TwoTierKV(num_blocks, 10 * num_blocks, 16, incremental=True)
@@ -90,7 +118,7 @@ class Decisions:
         self._kv = KVManager(tiers, self._policy, config.kv_cache, costs, counters)
         self._copies: deque[tuple[int, Transfer]] = deque()  # (decision when it ends, copy)
         self._num_decodes = 0
-        for _ in range(num_waiting + seats):
+        for _ in range(load.num_waiting + seats):
             job = self._new_job()
             self._kv.on_arrival(job, self._now_s)
             self._policy.add(job, self._now_s)
@@ -104,8 +132,9 @@ class Decisions:
             _, transfer = self._copies.popleft()
             kv.on_transfer_finished(transfer.job_number, succeeded=True, seconds=1e-3)
         kv_round = kv.start_round(self._now_s, ())
-        limits = policy.limits.for_load(self._num_jobs, self._num_decodes)
-        batch = fill_batch(policy.walk(self._now_s, ()), limits, (), kv_round)
+        walk = policy.walk(self._now_s, ())
+        limits = policy.limits_for(self._now_s, self._num_jobs, self._num_decodes)
+        batch = fill_batch(walk, limits, (), kv_round)
         result = kv_round.commit()
         took_s = time.thread_time() - started
         self._copies.extend(
@@ -126,6 +155,7 @@ class Decisions:
         arrived = [self._new_job() for _ in ended]
         started = time.thread_time()
         kv.on_sent()
+        policy.on_batch_sent(batch)
         policy.on_iteration_finished(batch, self._now_s)
         for job in ended:
             policy.remove(job)
@@ -138,12 +168,19 @@ class Decisions:
     def _new_job(self) -> Job:
         output_tokens = self._length(LONGEST_OUTPUT)
         predicted = round(output_tokens * self._rng.lognormvariate(0.0, PREDICTION_ERROR))
+        prompt_tokens = self._load.prompt_tokens or self._length(LONGEST_PROMPT)
         job = Job(
             id=str(self._num_jobs),
             number=self._num_jobs,
-            prompt_ids=array("i", bytes(4 * (self._prompt_tokens or self._length(LONGEST_PROMPT)))),
+            prompt_ids=array("i", bytes(4 * prompt_tokens)),
             params=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
             arrival_s=self._now_s,
+            service=ServiceLevel(
+                priority=self._service_rng.choice(self._load.priorities),
+                ttft_slo_s=TTFT_SLO_S if self._num_jobs % 2 else None,
+                tpot_slo_s=TPOT_SLO_S if self._num_jobs % 2 else None,
+                tenant=str(self._service_rng.randrange(self._load.num_tenants)),
+            ),
             predicted_tokens=predicted if self._num_jobs % 8 else None,
         )
         self._num_jobs += 1
@@ -173,22 +210,17 @@ def main() -> None:
         parser.error(f"--decisions: got {args.decisions}; must be at least 2")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    columns: list[tuple[int, int | None]] = [(num_waiting, None) for num_waiting in WAITING]
-    columns.append((WAITING[-1], LONG_PROMPT))
     table = Table(title="One decision, ms: median [99th percentile]")
     for heading in ("policy", "seats", "KV memory"):
         table.add_column(heading)
-    for num_waiting, prompt_tokens in columns:
-        long = "" if prompt_tokens is None else ", long prompts"
-        table.add_column(f"{num_waiting:,} waiting{long}", justify="right")
+    for load in LOADS:
+        table.add_column(str(load), justify="right")
     for name in args.policy or names:
         for seats in SEATS:
             for is_short in (True, False):
                 cells = [
-                    median_and_p99(
-                        Decisions(name, seats, num_waiting, prompt_tokens, is_short), args.decisions
-                    )
-                    for num_waiting, prompt_tokens in columns
+                    median_and_p99(Decisions(name, seats, load, is_short), args.decisions)
+                    for load in LOADS
                 ]
                 table.add_row(name, str(seats), "short" if is_short else "unlimited", *cells)
     console.print(table)

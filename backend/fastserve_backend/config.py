@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
+from fastserve_client.key_file import KeyFileError, read_key_file
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
@@ -275,6 +276,13 @@ class SchedulerSection(_Section):
         description="After this wait, ms, a job has a turn before all others, until its first "
         "token, or for as long again if it has one. auto: from slo_ms.",
     )
+    priority_starvation_ms: float | None = Field(
+        None,
+        ge=_MIN_MS,
+        le=MAX_MS,
+        description="After this wait, ms, a job has a turn before all priorities; null: "
+        "never, so less urgent jobs wait as long as more urgent ones can run.",
+    )
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."
     )
@@ -336,12 +344,44 @@ class SchedulerSection(_Section):
 
 
 class TenantsSection(_Section):
+    fair_shares: bool = Field(
+        True,
+        description="Share the machine fairly among the tenants with jobs of the same priority.",
+    )
+    tenants_file: str | None = Field(
+        None,
+        min_length=1,
+        description="The gateway's file of API keys, for the names and weights of tenants; others "
+        "are refused. Default: any tenant may send requests, and all have the weight 1.",
+    )
+    tenant_max_queued: int | None = Field(
+        None, ge=1, description="Most unfinished jobs of one tenant; default: no limit."
+    )
+    tenant_tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of one tenant a minute, prompt and output; default: no limit.",
+    )
     most_urgent_priority: int = Field(
         -100, ge=-(2**31), le=0, description="Lowest priority of a request, which runs first."
     )
     least_urgent_priority: int = Field(
         100, ge=0, le=2**31 - 1, description="Highest priority of a request, which runs last."
     )
+
+    def read_weights(self) -> dict[str, float]:
+        """Weights of the tenants in ``tenants_file``; empty if there is no file.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        if self.tenants_file is None:
+            return {}
+        try:
+            keys = read_key_file(Path(self.tenants_file))
+        except KeyFileError as error:
+            raise ConfigError(f"tenants.tenants_file: {error}") from None
+        return {key.name: key.weight for key in keys}
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class FastServeError(Exception):
     """Base of every error that a user or an operator can cause or see."""
@@ -42,6 +44,22 @@ class ContextLengthError(InvalidRequestError):
 
 class OverloadedError(FastServeError):
     """The queue is full; another try later may succeed (Triton code UNAVAILABLE)."""
+
+
+class TenantLimitError(OverloadedError):
+    """One tenant is at a limit of its own. The server takes requests of others.
+
+    The message ends with "; try again in N s", by which clients know the time.
+
+    Attributes:
+        retry_after_s: when the request is likely to fit, in seconds.
+    """
+
+    def __init__(self, tenant: str, reason: str, retry_after_s: float) -> None:
+        shown = _shorten(repr(tenant))
+        wait_s = max(1, math.ceil(retry_after_s))
+        super().__init__(f"tenant {shown} {reason}; try again in {wait_s} s")
+        self.retry_after_s = retry_after_s
 
 
 class DrainingError(FastServeError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.sampling_params import SamplingParams
@@ -33,6 +34,10 @@ class Place(enum.IntEnum):
     """On the device, or being copied from it or to it."""
     HOST = 2
     """On the host alone."""
+
+
+PLACES = tuple(Place)
+"""For hot loops: iterating over an enum takes microseconds."""
 
 
 class FinishReason(enum.StrEnum):
@@ -103,6 +108,17 @@ class ServiceLevel:
     tenant: str = ""
     """For whom it runs. Requests of "" share one tenant."""
 
+    def with_default_objectives(
+        self, ttft_slo_ms: float | None, tpot_slo_ms: float | None
+    ) -> ServiceLevel:
+        """The same with these objectives, in ms, in place of those that it does not name."""
+        ttft_slo_s, tpot_slo_s = self.ttft_slo_s, self.tpot_slo_s
+        if ttft_slo_s is None and ttft_slo_ms is not None:
+            ttft_slo_s = ttft_slo_ms / 1e3
+        if tpot_slo_s is None and tpot_slo_ms is not None:
+            tpot_slo_s = tpot_slo_ms / 1e3
+        return replace(self, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+
 
 DEFAULT_SERVICE = ServiceLevel()
 
@@ -114,8 +130,9 @@ OutputSink = Callable[[JobOutput], None]
 class Job:
     """One request inside the engine.
 
-    The step loop changes it, with two exceptions. The policy sets ``queue_level``. The KV manager
-    sets ``num_computed``, ``num_shared``, ``place``, ``num_swaps`` and ``swap_stall_s``.
+    The step loop changes it, with two exceptions. The policy sets ``queue_level`` and
+    ``outranks_all``. The KV manager sets ``num_computed``, ``num_shared``, ``place``,
+    ``num_swaps`` and ``swap_stall_s``.
     """
 
     id: str
@@ -153,6 +170,8 @@ class Job:
     num_cached_tokens: int = 0
     """Prompt tokens that it did not compute in its first step, because other jobs had."""
     queue_level: int = 0
+    outranks_all: bool = False
+    """It starved behind more urgent jobs, and comes before all priorities for a while."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -186,6 +205,11 @@ class Job:
         # Called for thousands of waiting jobs in each step: properties would slow it down.
         num_tokens = len(self.prompt_ids) + len(self.output_ids) + self.num_pending
         return num_tokens - self.num_computed - self.num_shared
+
+    @property
+    def effective_priority(self) -> float:
+        """Its priority; lower than all priorities while it outranks all."""
+        return -math.inf if self.outranks_all else self.service.priority
 
     @property
     def waits_for_mask(self) -> bool:

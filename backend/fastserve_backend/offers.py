@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastserve_backend.job import Job, Place
 
-NextRunEstimate = Callable[[Job], tuple[float, float]]
+NextRunEstimate = Callable[[Job], tuple[float, ...]]
 """A sort key of a job: a job with a smaller key is estimated to run sooner."""
 
 

@@ -52,6 +52,7 @@ def bench_command(
     """
     output.check()
     _check_labels(servers)
+    _check_keys(plan)
     for repeat in range(plan.repeats):
         for load in plan.loads:
             plan.requests(plan.trace(load, repeat), load, repeat)
@@ -91,6 +92,16 @@ def _check_labels(servers: Sequence[Target] | Sequence[OwnServer]) -> None:
     if isinstance(servers[0], OwnServer):
         raise InvalidRequest(f"compare: got {', '.join(labels)}; each policy must be there once")
     raise InvalidRequest(f"url: got {', '.join(labels)}; each must have another NAME=")
+
+
+def _check_keys(plan: Plan) -> None:
+    """Raises InvalidRequest if the environment lacks the key of a class."""
+    for one in plan.workload.classes:
+        if one.key_variable is not None and not os.environ.get(one.key_variable):
+            raise InvalidRequest(
+                f"class: {one.name}: key_variable: got {one.key_variable!r}; the environment has "
+                "no such variable with an API key"
+            )
 
 
 async def _measure(session: Session, servers: Sequence[Target] | Sequence[OwnServer]) -> None:

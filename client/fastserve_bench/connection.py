@@ -9,6 +9,8 @@ from typing import Protocol
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 
+from fastserve_bench.workload.service_class import NO_CLASS, ServiceClass
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -21,6 +23,7 @@ class Request:
     """True: the answer has exactly ``max_tokens`` tokens, and end tokens do not end it."""
     chat: bool = False
     """True: the text is a user's message, for the model's chat template."""
+    service: ServiceClass = NO_CLASS
 
     @property
     def messages(self) -> list[dict[str, str]]:

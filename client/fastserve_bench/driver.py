@@ -96,24 +96,26 @@ class Driver:
         try:
             answer = await self._connection.send(request, self._timeout_s)
         except ClientError as error:
-            self._fail(arrival_s, FailureKind.of(error), str(error))
+            self._fail(request, arrival_s, FailureKind.of(error), str(error))
         except asyncio.CancelledError:
-            self._fail(arrival_s, FailureKind.CANCELLED, "the run was interrupted")
+            self._fail(request, arrival_s, FailureKind.CANCELLED, "the run was interrupted")
             raise
         else:
             if request.exact and answer.output_tokens != request.max_tokens:
                 message = f"{answer.output_tokens} tokens came instead of {request.max_tokens}"
-                self._fail(arrival_s, FailureKind.WRONG_LENGTH, message)
+                self._fail(request, arrival_s, FailureKind.WRONG_LENGTH, message)
             else:
-                self.outcome.records.append(self._record(answer, arrival_s, sent_s))
+                self.outcome.records.append(self._record(request, answer, arrival_s, sent_s))
                 self.num_output_tokens += answer.output_tokens
         self._on_change(self)
 
-    def _fail(self, arrival_s: float, kind: FailureKind, message: str) -> None:
-        self.outcome.failures.append(Failure(arrival_s, kind, message))
+    def _fail(self, request: Request, arrival_s: float, kind: FailureKind, message: str) -> None:
+        self.outcome.failures.append(Failure(arrival_s, kind, message, request.service))
         self.outcome.last_failure_s = self.elapsed_s
 
-    def _record(self, answer: TimedAnswer, arrival_s: float, sent_s: float) -> JobRecord:
+    def _record(
+        self, request: Request, answer: TimedAnswer, arrival_s: float, sent_s: float
+    ) -> JobRecord:
         first_token_s = answer.first_token_s - self._started_s
         first_scheduled_s = None
         if answer.queued_s is not None:
@@ -127,6 +129,7 @@ class Driver:
             prompt_tokens=answer.prompt_tokens,
             output_tokens=answer.output_tokens,
             num_preemptions=answer.num_preemptions,
+            service=request.service,
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import aiohttp
+from fastserve_client import protocol
 from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
@@ -22,6 +24,7 @@ from fastserve_client.errors import (
 from fastserve_client.protocol import DEFAULT_GRPC_PORT
 
 from fastserve_bench.connection import Request, TimedAnswer, without_credentials
+from fastserve_bench.workload.service_class import ServiceClass
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 _CHECK_TIMEOUT_S = 10.0
@@ -99,10 +102,11 @@ class OpenAIConnection:
             path, body["prompt"] = "completions", request.prompt
         if request.exact:
             body["ignore_eos"] = True
+        headers = _apply_class(request.service, body)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.post(
-                f"{self._base}/{path}", json=body, timeout=timeout
+                f"{self._base}/{path}", json=body, headers=headers, timeout=timeout
             ) as response:
                 if response.status != 200:
                     raise await _refusal(response)
@@ -122,6 +126,26 @@ class OpenAIConnection:
     def _not_there(self, error: Exception) -> ConnectionFailed:
         reason = getattr(error, "strerror", None) or type(error).__name__
         return ConnectionFailed(f"no server at {self._url} ({reason}); name another --url")
+
+
+def _apply_class(service: ServiceClass, body: dict[str, Any]) -> dict[str, str]:
+    """Adds what the class asks for to the body, and returns the headers that it needs.
+
+    Classes that ask for nothing change nothing: not every server knows these fields.
+    """
+    fields = service.fields
+    headers = {
+        header: f"{fields[name]:.15g}"
+        for name, header in protocol.SLO_HEADERS.items()
+        if name in fields
+    }
+    if protocol.PRIORITY in fields:
+        body[protocol.PRIORITY] = fields[protocol.PRIORITY]
+    if service.key_variable is not None:  # the key names the tenant
+        headers["Authorization"] = f"Bearer {os.environ[service.key_variable]}"
+    elif protocol.TENANT in fields:
+        body[protocol.TENANT] = fields[protocol.TENANT]
+    return headers
 
 
 async def _read_answer(response: aiohttp.ClientResponse) -> TimedAnswer:

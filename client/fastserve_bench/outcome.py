@@ -17,11 +17,12 @@ from fastserve_client.errors import (
 )
 
 from fastserve_bench.report.records import JobRecord
+from fastserve_bench.workload.service_class import NO_CLASS, ServiceClass
 
 
 class FailureKind(StrEnum):
     REFUSED = "refused"
-    """The queue is full (HTTP 429)."""
+    """The queue is full, or the tenant is at its limit (HTTP 429)."""
     UNAVAILABLE = "unavailable"
     """No connection, a broken one, or a server that shuts down (HTTP 503)."""
     TIMED_OUT = "timed out"
@@ -55,6 +56,7 @@ class Failure:
     arrival_s: float
     kind: FailureKind
     message: str
+    service: ServiceClass = NO_CLASS
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
+from fastserve_bench.groups import GroupSummary, group_summaries
 from fastserve_bench.outcome import LoadOutcome, count_kinds
 from fastserve_bench.report.objectives import Objectives, attainment, highest_rate
 from fastserve_bench.report.summary import Summary, median_summary
@@ -55,6 +56,13 @@ class Point:
     @property
     def failures_by_kind(self) -> dict[str, int]:
         return count_kinds([one for outcome in self.outcomes for one in outcome.failures])
+
+    def by_class(self) -> dict[str, GroupSummary]:
+        """Jobs without a class have an empty name."""
+        return group_summaries(self.outcomes, lambda service: service.name)
+
+    def by_tenant(self) -> dict[str, GroupSummary]:
+        return group_summaries(self.outcomes, lambda service: service.tenant)
 
     @property
     def send_lateness_p99_s(self) -> float | None:

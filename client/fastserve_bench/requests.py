@@ -37,6 +37,7 @@ def exact_requests(
             rng.integers(FIRST_TOKEN_ID, vocab_size, job.prompt_tokens).tolist(),
             job.output_tokens,
             exact=True,
+            service=job.service,
         )
         for job in trace
     ]
@@ -57,5 +58,7 @@ def natural_requests(trace: Sequence[TraceJob], max_tokens: int, chat: bool) -> 
             raise WorkloadError(
                 "natural_lengths: got a data set without texts; needs ShareGPT or Alpaca JSON"
             )
-        requests.append(Request(job.prompt, max_tokens, exact=False, chat=chat))
+        requests.append(
+            Request(job.prompt, max_tokens, exact=False, chat=chat, service=job.service)
+        )
     return requests

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fastserve_bench.comparison import compare
+from fastserve_bench.groups import jain_index
+from fastserve_bench.outcome import Failure
 from fastserve_bench.points import Point, WithinObjectives
+from fastserve_bench.report.records import JobRecord
 from fastserve_bench.report.summary import Distribution
 from fastserve_bench.session import Run
 
@@ -59,6 +62,7 @@ def cpu_name() -> str:
 
 
 def _point(point: Point) -> dict[str, Any]:
+    tenants = point.by_tenant()
     return {
         "label": point.label,
         "rate": None if point.load.is_closed else point.offered,
@@ -67,6 +71,9 @@ def _point(point: Point) -> dict[str, Any]:
         "attainment": point.attainment,
         "num_jobs": point.num_jobs,
         "failures_by_kind": point.failures_by_kind,
+        "classes": {name: asdict(summary) for name, summary in point.by_class().items()},
+        "tenants": {name: asdict(summary) for name, summary in tenants.items()},
+        "jain_index": jain_index(tenants),
         "runs": [_run(run) for run in point.runs],
     }
 
@@ -79,9 +86,16 @@ def _run(run: Run) -> dict[str, Any]:
         "send_lateness_s": asdict(Distribution.of(outcome.send_lateness_s)),
         "client_cpu_share": outcome.cpu_share,
         "summary": None if run.summary is None else asdict(run.summary),
-        "records": [asdict(record) for record in outcome.records],
-        "failures": [asdict(failure) for failure in outcome.failures],
+        "records": [_job(record) for record in outcome.records],
+        "failures": [_job(failure) for failure in outcome.failures],
     }
+
+
+def _job(job: JobRecord | Failure) -> dict[str, Any]:
+    """The job's fields. Of its class only the name, because the settings have the rest."""
+    fields = asdict(job)
+    fields["class"] = fields.pop("service")["name"]
+    return fields
 
 
 def _finite(rate: float) -> float | None:

@@ -33,6 +33,7 @@ class TritonConnection:
             max_tokens=request.max_tokens,
             ignore_eos=request.exact or None,
             temperature=0,
+            **request.service.fields,
         ) as chunks:
             async for chunk in chunks:
                 if chunk.token_ids:

@@ -31,7 +31,14 @@ class ServerUnavailable(ClientError):
 
 
 class ServerOverloaded(ServerUnavailable):
-    """The server's queue is full."""
+    """The server's queue is full, or the request's tenant is at a limit of its own."""
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds after which the request fits. None: the server does not say, and only a tenant's
+        limit has such a time."""
+        match = _RETRY_AFTER.search(str(self))
+        return None if match is None else float(match[1])
 
 
 class ConnectionFailed(ServerUnavailable):
@@ -83,7 +90,9 @@ _INVALID = re.compile(
     r"^(\[request id: .*?\] )?(unexpected|expected|inference input|input .* expected) ",
     re.IGNORECASE,
 )
-_OVERLOADED = re.compile(r"\brequests are queued already\b", re.IGNORECASE)
+# The end of the message of a tenant's limit: "…; try again in 2.5 s".
+_RETRY_AFTER = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
+_OVERLOADED = re.compile(rf"\brequests are queued already\b|{_RETRY_AFTER.pattern}", re.IGNORECASE)
 _UNAVAILABLE = re.compile(r"\b(try again later|shutting down|draining|not ready)\b", re.IGNORECASE)
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 

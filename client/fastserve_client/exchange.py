@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import time
 
-from fastserve_client.errors import ClientError, InvalidRequest, ServerError, ServerUnavailable
+from fastserve_client.errors import (
+    ClientError,
+    InvalidRequest,
+    ServerError,
+    ServerOverloaded,
+    ServerUnavailable,
+)
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs, read_chunk
 from fastserve_client.results import Chunk
@@ -69,6 +75,8 @@ class Exchange:
         if self._answered or not isinstance(error, ServerUnavailable):
             return None
         delay_s = self._retry.delay_s(self._num_retries)
+        if delay_s is not None and isinstance(error, ServerOverloaded):
+            delay_s = max(delay_s, error.retry_after_s or 0.0)
         remaining_s = self.remaining_s()
         if delay_s is None or (remaining_s is not None and remaining_s <= delay_s):
             return None

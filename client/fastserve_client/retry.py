@@ -15,7 +15,8 @@ class RetryPolicy:
     """Repeats a request that met ``ServerUnavailable``: no server, a full queue, a shutdown.
 
     It does so only before the first response, so no text ever comes twice. Other errors are final
-    at once. The waits are 0.1 s, 0.2 s and so on, each twice as long as the one before, up to 2 s.
+    at once. The waits are 0.1 s, 0.2 s and so on, each twice as long as the one before, up to 2 s,
+    or what the server asks for if that is longer.
 
     Raises:
         InvalidRequest: ``max_retries`` is negative.

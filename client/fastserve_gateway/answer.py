@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastserve_client import protocol
+from fastserve_client.options import RequestOptions, ServiceOptions
 from fastserve_client.results import Chunk, Completion
 
 from fastserve_gateway.jobs import CompletionJob
@@ -77,7 +78,7 @@ class Answer(ABC):
         self._request = request
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._fields: dict[str, str] = {}
+        self._fields: dict[str, str] = {protocol.PRIORITY: request.priority_field}
         """The result of ``field_names``."""
         if request.structured_output is None:
             wanted = protocol.STRUCTURED_OUTPUT
@@ -104,10 +105,10 @@ class Answer(ABC):
         """Names of the server's fields in this request, where they differ from completions."""
         return self._fields
 
-    def jobs(self) -> list[CompletionJob]:
+    def jobs(self, service: ServiceOptions) -> list[CompletionJob]:
         """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed."""
         request = self._request
-        options = request.options()
+        options = RequestOptions(**request.options(), **service)
         return [
             CompletionJob(
                 prompt,
@@ -148,10 +149,13 @@ class Answer(ABC):
         yield DONE
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+        frame = {
             "id": self._id,
             "object": kind,
             "created": self._created,
             "model": self._request.model,
             "choices": choices,
         }
+        if self._request.answered_tier is not None:
+            frame["service_tier"] = self._request.answered_tier
+        return frame

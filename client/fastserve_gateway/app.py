@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from fastserve_gateway.answer import Answer
-from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.auth import ApiKeys, Caller
 from fastserve_gateway.body import RequestT, check_fields, read_body
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.completions import CompletionAnswer
@@ -26,8 +26,9 @@ from fastserve_gateway.held_bodies import HeldBodies, Take
 from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
-from fastserve_gateway.metrics import RequestMetrics
+from fastserve_gateway.metrics import RequestMetrics, note_tenant
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.service import service_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +64,26 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             app.state.live_feed = LiveFeed(client)
             yield
 
-    async def require_key(request: Request) -> None:
+    async def require_key(request: Request) -> Caller:
         headers = request.headers
-        settings.keys.check(headers.get("authorization"), headers.get("host", ""))
+        return settings.keys.check(headers.get("authorization"), headers.get("host", ""))
 
     async def respond(
         request: Request,
+        caller: Caller,
         take: Take,
         schema: type[RequestT],
         answer_to: Callable[[RequestT], Answer],
     ) -> Response:
         client: AsyncFastServeClient = app.state.client
+        note_tenant(request, caller.tenant)  # now, because the body may be refused
         body = await read_body(request, schema, settings.max_body_bytes, take)
         headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
+        if caller.tenant is None:
+            note_tenant(request, body.tenant or "")
+        service = service_options(body, request.headers, caller)
         answer = answer_to(body)
-        jobs = answer.jobs()
+        jobs = answer.jobs(service)
         try:
             if not answer.streams:
                 work = complete_all(client, jobs)
@@ -97,17 +103,22 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.add_middleware(RequestMetrics, registry=registry)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    with_key = [Depends(require_key)]
+    with_caller = Depends(require_key)
+    with_key = [with_caller]
     with_body = Depends(HeldBodies(settings.max_held_bytes).of_request)
     started = int(time.time())
 
     @app.post("/v1/completions", dependencies=with_key)
-    async def completions(request: Request, take: Take = with_body) -> Response:
-        return await respond(request, take, CompletionRequest, CompletionAnswer)
+    async def completions(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
+        return await respond(request, caller, take, CompletionRequest, CompletionAnswer)
 
     @app.post("/v1/chat/completions", dependencies=with_key)
-    async def chat_completions(request: Request, take: Take = with_body) -> Response:
-        return await respond(request, take, ChatRequest, ChatAnswer)
+    async def chat_completions(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
+        return await respond(request, caller, take, ChatRequest, ChatAnswer)
 
     model = {"id": settings.model, "object": "model", "created": started, "owned_by": "fastserve"}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fastserve_client.errors import InvalidRequest
+from fastserve_client.key_file import NamedKey
 from fastserve_client.listening import is_loopback
 
 from fastserve_gateway.errors import ApiError
@@ -17,55 +18,58 @@ _HOST = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request."""
+
+    tenant: str | None
+    """The name of its key. None: there are no keys, and the request itself may name its tenant."""
+    most_urgent_priority: int | None
+    """The least number that it may have as its priority; None: any."""
+
+
 class ApiKeys:
     """The accepted keys. Without keys the gateway accepts requests to a name of this machine.
 
     Only digests are kept. They have equal lengths, and each request is compared with all of them in
     constant time. So the time of an answer reveals nothing about a key.
+
+    Args:
+        most_urgent_priority: for keys that have none of their own, and without keys for everybody.
+            None: 0 with keys, and any priority without.
     """
 
-    def __init__(self, keys: list[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    def __init__(
+        self, keys: Sequence[NamedKey] = (), most_urgent_priority: int | None = None
+    ) -> None:
+        if keys and most_urgent_priority is None:
+            most_urgent_priority = 0
+        self._anybody = Caller(None, most_urgent_priority)
+        self._digests = [_digest(one.key.encode()) for one in keys]
+        self._callers = [
+            Caller(
+                one.name,
+                most_urgent_priority
+                if one.most_urgent_priority is None
+                else one.most_urgent_priority,
+            )
+            for one in keys
+        ]
 
     @property
     def required(self) -> bool:
         """Whether there are keys."""
         return bool(self._digests)
 
-    @classmethod
-    def read(cls, path: Path) -> ApiKeys:
-        """Reads one ASCII key a line. Empty lines do not count.
+    def check(self, authorization: str | None, host: str) -> Caller:
+        """Returns who sends the request.
 
-        Not every client can send other keys: OpenAI's own takes only ASCII for a header.
-
-        Raises:
-            InvalidRequest: the file cannot be read, has no key, or one that is not ASCII.
-        """
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not ASCII"
-            raise InvalidRequest(f"api-keys-file: got {str(path)!r}; {reason}") from None
-        keys = [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise InvalidRequest(f"api-keys-file: got {str(path)!r}; it has no key, one a line")
-        for number, line in enumerate(lines, 1):
-            if not line.isascii():
-                raise InvalidRequest(
-                    f"api-keys-file: got {str(path)!r}; its line {number} is not ASCII, as a key "
-                    "must be for every client to send it"
-                )
-        return cls(keys)
-
-    def check(self, authorization: str | None, host: str) -> None:
-        """Raises ApiError.
-
-        401: there are keys, and the header ``Authorization`` has none of them. 403: there are no
-        keys, and the header ``Host`` is no name of this machine.
+        Raises ApiError: 401: there are keys, and the header ``Authorization`` has none of them.
+        403: there are no keys, and the header ``Host`` is no name of this machine.
         """
         if not self._digests:
             _check_host(host)
-            return
+            return self._anybody
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip().encode("latin-1"))  # ASGI servers decode headers so
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
@@ -76,6 +80,7 @@ class ApiKeys:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return self._callers[matches.index(True)]
 
 
 def _check_host(host: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +49,7 @@ class ApiError(Exception):
         self.status = status
         self.headers = dict(headers or {})
         if status in (429, 503):
-            self.headers["Retry-After"] = str(RETRY_AFTER_S)
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
         self.body: dict[str, Any] = {
             "error": {
                 "message": message,
@@ -70,7 +71,12 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
 _TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
 
 # The server's field → the field of completions.
-_FIELDS = {protocol.TEXT_INPUT: "prompt", protocol.INPUT_IDS: "prompt", protocol.STOP_WORDS: "stop"}
+_FIELDS = {
+    protocol.TEXT_INPUT: "prompt",
+    protocol.INPUT_IDS: "prompt",
+    protocol.STOP_WORDS: "stop",
+    **protocol.SLO_HEADERS,
+}
 
 
 # Types of pydantic's errors whose own messages name Python classes.
@@ -128,7 +134,10 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
         code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
         return _refused(str(error), _FIELDS | dict(fields), code)
     if isinstance(error, ServerOverloaded):
-        return ApiError(429, str(error), code="queue_full")
+        if error.retry_after_s is None:
+            return ApiError(429, str(error), code="queue_full")
+        wait = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        return ApiError(429, str(error), code="rate_limit_exceeded", headers=wait)
     if isinstance(error, ClientClosed):
         return ApiError(503, "the gateway is shutting down and could not finish the request")
     # Other messages may name addresses and files, which are not for clients.

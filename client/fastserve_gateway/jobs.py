@@ -10,7 +10,7 @@ from typing import Any
 from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import ClientError
-from fastserve_client.options import Prompt, SamplingOptions
+from fastserve_client.options import Prompt, RequestOptions
 from fastserve_client.results import Chunk, Completion
 
 # The server refuses a bad job within this time.
@@ -24,7 +24,7 @@ class CompletionJob:
     prompt: Prompt
     request_id: str
     """Appears in the server's logs."""
-    options: SamplingOptions
+    options: RequestOptions
 
 
 async def complete_all(

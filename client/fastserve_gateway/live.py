@@ -29,7 +29,7 @@ _HEADERS = {
 
 
 def live_routes(
-    feed: Callable[[], LiveFeed], require_key: Callable[..., Awaitable[None]]
+    feed: Callable[[], LiveFeed], require_key: Callable[..., Awaitable[object]]
 ) -> APIRouter:
     """The routes.
 

@@ -6,8 +6,8 @@ import logging
 import time
 import traceback
 
-from prometheus_client import CollectorRegistry, Histogram
-from starlette.requests import ClientDisconnect
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastserve_gateway.errors import ApiError
@@ -16,13 +16,24 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """The status that nginx logs for a client that went away before the answer's end."""
-_OTHER_ROUTE = "other"
+_OTHER = "other"
+"""The label of unknown routes, and of tenants without one."""
 # A refusal takes a millisecond, a long answer minutes.
 _BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
+_MAX_TENANTS = 100
+"""Most tenants with a label of their own. The server has the same limit."""
+
+
+def note_tenant(request: Request, tenant: str | None) -> None:
+    """Says whose request it is, for the metrics. ``None``: nobody knows yet."""
+    request.state.tenant = tenant
+
+
 class RequestMetrics:
-    """ASGI middleware around all routes. It counts requests and their time by route and status.
+    """ASGI middleware around all routes. It counts requests and their time by route and status, and
+    by tenant where ``note_tenant`` was called.
 
     Unexpected exceptions become a 500 here. Their messages can quote a request, so only types and
     places are logged.
@@ -37,6 +48,13 @@ class RequestMetrics:
             buckets=_BUCKETS_S,
             registry=registry,
         )
+        self._of_tenants = Counter(
+            "fastserve_gateway_tenant_requests",
+            "Requests for tokens by tenant, and the status of their answers.",
+            ("tenant", "status"),
+            registry=registry,
+        )
+        self._tenants: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +82,15 @@ class RequestMetrics:
                 scope, receive, observed_send
             )
         finally:
-            route = getattr(scope.get("route"), "path", _OTHER_ROUTE)
+            route = getattr(scope.get("route"), "path", _OTHER)
             seconds = time.perf_counter() - started_s
             self._seconds.labels(route, str(status)).observe(seconds)
+            tenant = scope.get("state", {}).get("tenant")
+            if tenant is not None:
+                self._of_tenants.labels(self._tenant_label(tenant), str(status)).inc()
+
+    def _tenant_label(self, tenant: str) -> str:
+        if tenant not in self._tenants and len(self._tenants) >= _MAX_TENANTS:
+            return _OTHER
+        self._tenants.add(tenant)
+        return tenant

@@ -17,6 +17,8 @@ MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
 MAX_LOGIT_BIASES = 300
 """The limit of OpenAI and of the server."""
+MAX_TENANT_CHARS = 128
+"""The server's limit. Names become labels of metrics before the server sees them."""
 MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
 """The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to
@@ -150,6 +152,10 @@ class JSONSchema(_Fields):
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
+TIER_PRIORITIES = {"auto": 0, "default": 0, "priority": -1, "flex": 1}
+"""The priority of each of OpenAI's service tiers."""
+
+
 class ResponseFormat(_Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -201,6 +207,20 @@ class _GenerationRequest(_Fields):
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
     response_format: ResponseFormat | None = None
     structured_output: dict[str, Any] | None = None
+    priority: int | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_service_tier(self) -> _GenerationRequest:
+        if self.service_tier is None or self.priority is None:
+            return self
+        if self.priority != TIER_PRIORITIES[self.service_tier]:
+            raise ValueError(
+                f"service_tier: got {self.service_tier!r}, which is the priority "
+                f"{TIER_PRIORITIES[self.service_tier]}, and another priority; give one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_structured_output(self) -> _GenerationRequest:
@@ -231,6 +251,23 @@ class _GenerationRequest(_Fields):
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def wanted_priority(self) -> int | None:
+        """The priority that the request names; ``None``: it leaves that to the server."""
+        if self.priority is None and self.service_tier not in (None, "auto"):
+            return TIER_PRIORITIES[self.service_tier]
+        return self.priority
+
+    @property
+    def priority_field(self) -> str:
+        """The field that decides the priority."""
+        return "service_tier" if self.priority is None and self.service_tier else "priority"
+
+    @property
+    def answered_tier(self) -> str | None:
+        """The field ``service_tier`` of the answer; ``None``: it has none, as with OpenAI."""
+        return "default" if self.service_tier == "auto" else self.service_tier
 
     @property
     def include_usage(self) -> bool:

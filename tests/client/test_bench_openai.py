@@ -6,12 +6,14 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from fastserve_bench.connection import Request, TimedAnswer
 from fastserve_bench.openai_connection import OpenAIConnection
+from fastserve_bench.workload import NO_CLASS, ServiceClass
 from fastserve_client.errors import ConnectionFailed, InvalidRequest, RequestCancelled, ServerError
 
 DEADLINE_S = 20.0
@@ -36,13 +38,25 @@ def events() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def url(usage: dict[str, Any], events: list[dict[str, Any]], prefix: str) -> Iterator[str]:
+def received() -> list[tuple[Message, dict[str, Any]]]:
+    """Headers and bodies of the requests so far."""
+    return []
+
+
+@pytest.fixture
+def url(
+    usage: dict[str, Any],
+    events: list[dict[str, Any]],
+    prefix: str,
+    received: list[tuple[Message, dict[str, Any]]],
+) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append((self.headers, json.loads(body)))
             self.send_response(200)
             self.end_headers()
             sent = [json.dumps(one) for one in (*events, {"choices": [], "usage": usage})]
@@ -57,10 +71,10 @@ def url(usage: dict[str, Any], events: list[dict[str, Any]], prefix: str) -> Ite
         thread.join()
 
 
-async def send(url: str) -> TimedAnswer:
-    connection = OpenAIConnection(url, "fastserve", None)
+async def send(url: str, service: ServiceClass = NO_CLASS) -> TimedAnswer:
+    connection = OpenAIConnection(url, "fastserve", "sk-all")
     try:
-        return await connection.send(Request("a", 4, exact=False), DEADLINE_S)
+        return await connection.send(Request("a", 4, exact=False, service=service), DEADLINE_S)
     finally:
         await connection.close()
 
@@ -79,6 +93,25 @@ async def test_an_answer_without_counted_tokens_is_an_error(
     usage[name] = count
     with pytest.raises(ServerError, match=r"^usage: got "):
         await send(url)
+
+
+async def test_a_request_has_what_its_class_sets_and_no_other_field(
+    url: str, received: list[tuple[Message, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("B_KEY", "sk-b")
+    for setting in ("", ",priority=2,tenant=b,ttft_slo_ms=290", ",tenant=b,key_variable=B_KEY"):
+        await send(url, ServiceClass.parse(f"a{setting}"))
+    (plain_headers, plain), (headers, body), (keyed_headers, keyed) = received
+    assert plain.keys() == {
+        "model", "prompt", "max_tokens", "temperature", "stream", "stream_options",
+    }  # fmt: skip
+    assert not [name for name in plain_headers if name.startswith("x-slo")]
+    assert body == plain | {"priority": 2, "tenant": "b"}
+    assert (headers["x-slo-ttft-ms"], headers["x-slo-tpot-ms"]) == ("290", None)
+    assert headers["Authorization"] == plain_headers["Authorization"] == "Bearer sk-all"
+    # Servers know the tenant by its key.
+    assert keyed == plain
+    assert keyed_headers["Authorization"] == "Bearer sk-b"
 
 
 async def test_a_server_without_the_api_is_named_with_what_else_the_url_may_be(url: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from fastserve_bench.comparison import compare, comparison_table
 from fastserve_bench.connection import Target
 from fastserve_bench.figures import write_figures
+from fastserve_bench.groups import jain_index
 from fastserve_bench.outcome import Failure, FailureKind, LoadOutcome
 from fastserve_bench.own_server import OwnServer
 from fastserve_bench.points import Point, gather_points, sweep_points, within_objectives
@@ -21,7 +22,7 @@ from fastserve_bench.requests import FIRST_TOKEN_ID, exact_requests, natural_req
 from fastserve_bench.results_file import report_json
 from fastserve_bench.session import Load, Plan, Run
 from fastserve_bench.tables import error_lines, objectives_table, result_tables
-from fastserve_bench.workload import TraceJob, Workload
+from fastserve_bench.workload import ServiceClass, TraceJob, Workload
 from fastserve_client.errors import InvalidRequest, WorkloadError
 from report_records import record
 from rich.console import Console
@@ -201,8 +202,77 @@ def test_json_has_every_job() -> None:
     assert [job["last_token_s"] for job in run["records"]] == [3.0]
     assert run["records"][0]["first_scheduled_s"] is None
     assert run["failures"] == [
-        {"arrival_s": 0.0, "kind": "refused", "message": "the queue is full"}
+        {"arrival_s": 0.0, "kind": "refused", "message": "the queue is full", "class": ""}
     ]
+
+
+CHAT = ServiceClass("chat", ttft_slo_s=1.0, tpot_slo_s=0.5, tenant="a")
+BATCH = ServiceClass("batch", priority=1, tenant="b")
+
+
+def classed() -> LoadOutcome:
+    """A chat tenant with four jobs, two of them bad, and a batch tenant with two."""
+
+    def job(service: ServiceClass, first_s: float, last_s: float, tokens: int = 4) -> JobRecord:
+        return JobRecord(2.0, None, 2 + first_s, 2 + last_s, 6, tokens, service=service)
+
+    records = [
+        job(CHAT, 1.0, 2.0),
+        job(CHAT, 1.5, 2.0),  # its first token is late
+        job(CHAT, 1.0, 2.0, tokens=1),  # it has no time per token
+        job(BATCH, 4.0, 10.0),
+        job(BATCH, 8.0, 10.0),
+    ]
+    failures = [Failure(2.0, FailureKind.REFUSED, "the queue is full", CHAT)]
+    return LoadOutcome(records, failures, [0.0] * 6)
+
+
+def test_classes_and_tenants_each_have_their_own_numbers() -> None:
+    (point,) = gather_points([Run("a", SLOW, 0, classed())], plan(SLOW), SLO)
+    chat, batch = point.by_class()["chat"], point.by_class()["batch"]
+    assert (chat.num_jobs, chat.num_failed) == (4, 1)
+    # A refused job kept nothing. A job with one token has no time per token.
+    assert (chat.ttft_kept, chat.tpot_kept) == (2 / 4, 2 / 3)
+    assert (chat.goodput_jobs_per_s, chat.tokens_per_s) == (2 / 2, 27 / 2)
+    assert chat.ttft_s is not None
+    assert chat.ttft_s.p50 == 1.0
+    assert (batch.ttft_kept, batch.tpot_kept, batch.goodput_jobs_per_s) == (None, None, 2 / 10)
+    assert batch.tpot_s is not None
+    assert batch.tpot_s.p95 == pytest.approx(2 - 0.05 * (2 - 2 / 3))
+    tenants = point.by_tenant()
+    assert (tenants["a"], tenants["b"]) == (chat, batch)
+    rates = 27 / 2, 20 / 10
+    assert jain_index(tenants) == pytest.approx(sum(rates) ** 2 / 2 / sum(r * r for r in rates))
+    assert jain_index({"a": chat}) is None
+
+
+def test_repeats_count_together_and_each_has_its_own_duration() -> None:
+    runs = [Run("a", SLOW, repeat, classed()) for repeat in range(3)]
+    (once,) = gather_points(runs[:1], plan(SLOW), SLO)
+    (thrice,) = gather_points(runs, plan(SLOW), SLO)
+    one, all_ = once.by_class()["chat"], thrice.by_class()["chat"]
+    assert (all_.num_jobs, all_.num_failed) == (12, 3)
+    assert (all_.ttft_kept, all_.goodput_jobs_per_s) == (one.ttft_kept, one.goodput_jobs_per_s)
+
+
+def test_classes_are_in_tables_and_json() -> None:
+    points = gather_points([Run("a", SLOW, 0, classed())], plan(SLOW), SLO)
+    *_, classes, tenants = result_tables(points, "jobs/s")
+    # Columns: jobs/s, class, sent, errors, kept twice, good jobs/s, TTFT and TPOT, tokens/s.
+    rows = [line.split() for line in printed(classes, 100).splitlines()]
+    assert ["a", "1", "chat", "4", "1", "50.0%", "66.7%", "1.00"] in [row[:8] for row in rows]
+    assert ["a", "1", "batch", "2", "0", "–", "–", "0.200"] in [row[:8] for row in rows]
+    rows = [line.split() for line in printed(tenants, 110).splitlines()]
+    assert [row[-1] for row in rows if row[:1] == ["a"]] == ["0.645", "0.645"]
+    (point,) = json.loads(report_json(points, {}, {}))["points"]
+    assert point["classes"]["chat"]["ttft_kept"] == 0.5
+    assert point["tenants"]["b"]["tokens_per_s"] == 2.0
+    assert point["jain_index"] == pytest.approx(0.645, abs=1e-3)
+    assert {job["class"] for job in point["runs"][0]["records"]} == {"chat", "batch"}
+
+
+def test_without_classes_there_is_no_table_of_them() -> None:
+    assert len(list(result_tables(sweep(), "jobs/s"))) == 3
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from fastserve_backend.errors import ContextLengthError, InvalidRequestError
+from fastserve_backend.errors import ContextLengthError, InvalidRequestError, TenantLimitError
 from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
@@ -16,6 +16,9 @@ from fastserve_client.errors import (
     error_from_message,
     error_from_status,
 )
+from fastserve_client.exchange import Exchange
+from fastserve_client.request import InferRequest
+from fastserve_client.retry import RetryPolicy
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,25 @@ def test_the_text_of_a_stream_error_decides_its_type(message: str, kind: type[Cl
     error = error_from_message(message)
     assert type(error) is kind
     assert str(error) == message
+
+
+def test_the_end_of_a_tenants_refusal_says_when_to_come_back() -> None:
+    refusal = TenantLimitError("b; try again in 9 s", "has used its 5 tokens a minute", 2.2)
+    error = error_from_message(str(refusal))
+    assert type(error) is ServerOverloaded
+    assert error.retry_after_s == 3
+    full = error_from_message("4096 requests are queued already; try again later")
+    assert isinstance(full, ServerOverloaded)
+    assert full.retry_after_s is None
+
+
+def test_a_retry_waits_as_long_as_the_server_says() -> None:
+    limited = ServerOverloaded("tenant 'b' has used its 5 tokens a minute; try again in 7 s")
+    exchange = Exchange(InferRequest("fastserve", {}), "grpc://h:1", None, RetryPolicy(3))
+    assert exchange.retry_delay_s(ServerUnavailable("the server is shutting down")) == 0.1
+    assert exchange.retry_delay_s(limited) == 7
+    hasty = Exchange(InferRequest("fastserve", {}), "grpc://h:1", 5.0, RetryPolicy(3))
+    assert hasty.retry_delay_s(limited) is None
 
 
 def test_an_error_is_one_line() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
+from fastserve_client.key_file import NamedKey
 from fastserve_gateway.app import GatewaySettings
 from fastserve_gateway.auth import ApiKeys
 
@@ -18,7 +19,7 @@ def settings(
     return GatewaySettings(
         url=url,
         model="fastserve",
-        keys=ApiKeys(list(keys)),
+        keys=ApiKeys([NamedKey("", 1.0, key, None) for key in keys]),
         strict=False,
         max_body_bytes=MAX_BODY_BYTES,
         max_held_bytes=max_held_bytes,

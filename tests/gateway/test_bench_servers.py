@@ -106,6 +106,49 @@ def test_a_closed_loop_over_texts_that_end_by_themselves(
     assert not any(point["failures_by_kind"] for point in points)
 
 
+def test_classes_reach_the_server_over_both_protocols(
+    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept() -> list[float]:
+        family = "fastserve_slo_attained_total"
+        return [metric(endpoints.metrics_url, family, objective=one) for one in ("ttft", "tpot")]
+
+    keys = tmp_path / "keys"
+    # No other test has these tenants.
+    keys.write_text("bench-chat:secret-1\nbench-batch:secret-2\n", encoding="utf-8")
+    monkeypatch.setenv("CHAT_KEY", "secret-1")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
+    output = tmp_path / "report.json"
+    url = f"grpc://{endpoints.grpc_url}"
+    settle(endpoints)
+    before = kept()
+    with running_gateway(url, tmp_path / "log", "--api-keys-file", str(keys)) as gateway:
+        done = bench(
+            "--url", f"triton={url}", "--url", f"gateway={gateway.api_url}",
+            "--class", "chat:1,ttft_slo_ms=60000,tpot_slo_ms=60000,tenant=bench-chat,"
+            "key_variable=CHAT_KEY",
+            "--class", "batch:1,priority=2,tenant=bench-batch,key_variable=OPENAI_API_KEY",
+            "--rates", "40", "--num-jobs", "20", "--dataset", "equal:8:4", "--warmup", "0",
+            "--output", str(output),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = report_of(output)
+    for point in report["points"]:
+        assert not point["failures_by_kind"]
+        chat, batch = point["classes"]["chat"], point["classes"]["batch"]
+        assert (chat["ttft_kept"], chat["tpot_kept"], batch["ttft_kept"]) == (1.0, 1.0, None)
+        assert set(point["tenants"]) == {"bench-chat", "bench-batch"}
+        assert 0.5 <= point["jain_index"] <= 1.0
+    num_chat, num_batch = (2 * point["classes"][name]["num_jobs"] for name in ("chat", "batch"))
+    assert num_chat + num_batch == 40
+    settle(endpoints)
+    assert kept() == [number + num_chat for number in before]
+    for tenant, num_jobs in (("bench-chat", num_chat), ("bench-batch", num_batch)):
+        tokens = metric(endpoints.metrics_url, "fastserve_tenant_tokens_total", tenant=tenant)
+        assert tokens == num_jobs * (8 + 4)
+    assert "secret" not in output.read_text(encoding="utf-8")
+
+
 def test_a_full_disk_under_the_tables_is_one_line(endpoints: Endpoints, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     command = [
@@ -176,6 +219,12 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         (["--rates", "1", "--slo-ms", "0"], "slo_ms: got 0; must be a number above 0"),
         (["--rates", "1", "--ttft-slo-ms", "-5"], "ttft_slo_ms: got -5; must be a number above 0"),
         (["--rates", "1", "--tpot-slo-ms", "nan"], "tpot_slo_ms: got nan; must be a number above"),
+        (["--rates", "1", "--class", "a,slo=1"], "class: a: got 'slo=1'; settings are priority=N"),
+        (["--rates", "1", "--class", "a"], "class: got none of the shares or not all; sharegpt"),
+        (
+            ["--rates", "1", "--class", "a:1,key_variable=NO_SUCH_KEY"],
+            "class: a: key_variable: got 'NO_SUCH_KEY'; the environment has no such variable",
+        ),
         (["--rates", "1", "--output", "/"], "output: got '/'; it is a directory; name a file"),
         ([], "rate: got none; sharegpt has no timestamps of its own, give --rates, or to bench --"),
     ],

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
+from fastserve_client.key_file import read_key_file
 from fastserve_gateway.answer import event
 from fastserve_gateway.app import create_app
 from fastserve_gateway.auth import ApiKeys
@@ -94,7 +95,7 @@ def test_with_keys_any_name_will_do(guarded: TestClient) -> None:
 def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-key\n", encoding="utf-8-sig")
-    ApiKeys.read(file).check("Bearer sk-key", "llm.example.com")
+    ApiKeys(read_key_file(file)).check("Bearer sk-key", "llm.example.com")
 
 
 def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:

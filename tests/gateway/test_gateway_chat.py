@@ -84,6 +84,13 @@ def test_a_stream(client: OpenAI) -> None:
     assert tokens(events[-1].usage) == tokens(ask(client, user(CAPITAL)).usage)
 
 
+def test_a_service_tier_is_answered(client: OpenAI) -> None:
+    assert ask(client, user(CAPITAL)).service_tier is None
+    assert ask(client, user(CAPITAL), service_tier="auto").service_tier == "default"
+    events = ask(client, user(CAPITAL), service_tier="flex", stream=True)
+    assert {event.service_tier for event in events} == {"flex"}
+
+
 def test_earlier_turns_count(client: OpenAI) -> None:
     turns = [user(CAPITAL), {"role": "assistant", "content": PARIS}, user("And of Italy?")]
     assert "Rome" in ask(client, *turns, max_tokens=24).choices[0].message.content
@@ -227,7 +234,8 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     def here(text: str) -> str:
         return text.replace("http://127.0.0.1:9000", gateway.url)
 
-    python, form = examples("gateway.md", "python")
+    python, form, service = examples("gateway.md", "python")
+    assert output(sys.executable, "-c", here(service)).startswith("flex ")
     assert output(sys.executable, "-c", here(form)).startswith("city='Paris'")
     printed = output(sys.executable, "-c", here(python)).splitlines()
     assert printed[0] == "The capital of France is Paris."

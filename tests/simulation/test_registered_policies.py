@@ -45,6 +45,22 @@ def test_the_policy_of_the_page_runs_beside_a_built_in_one(tmp_path: Path) -> No
     assert {point["label"] for point in points} == {"prompt_deadline", "fcfs"}
 
 
+def test_the_policy_of_the_page_has_priorities(tmp_path: Path) -> None:
+    """One seat, and three times as many jobs as it can serve."""
+    install_policies(tmp_path, *example())
+    done = fastserve(
+        tmp_path, "simulate", "opt-125m", "--policies", "prompt_deadline", "--rates", "10",
+        "--num-jobs", "60", "--max-num-seqs", "1",
+        "--class", "other:0.9,ttft_slo_ms=1000",
+        "--class", "urgent:0.1,ttft_slo_ms=1000,priority=-1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if "prompt_deadline" in line]
+    kept = {line[2]: float(line[5].rstrip("%")) for line in lines[1:]}
+    assert kept["urgent"] == 100.0
+    assert kept["other"] < 50.0
+
+
 def test_an_unknown_name_is_refused_with_all_that_are_known(tmp_path: Path) -> None:
     install_policies(tmp_path, *example())
     config = tmp_path / "engine.yaml"

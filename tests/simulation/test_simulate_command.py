@@ -43,6 +43,17 @@ def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> No
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_classes_and_tenants_have_tables_of_their_own() -> None:
+    done = simulate(
+        "opt-125m", "--rates", "5", "--num-jobs", "40", "--policies", "fcfs",
+        "--class", "chat:0.5,priority=-1,ttft_slo_ms=1e6", "--class", "batch:0.5,tenant=b",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(" fcfs")]
+    assert [row[2] for row in rows[1:]] == ["batch", "chat", "–", "b"]
+    assert rows[2][5] == "100.0%"
+
+
 @pytest.mark.parametrize("terminal", [{"COLUMNS": "25"}, {"COLUMNS": "80"}, {}], ids=str)
 def test_a_table_is_as_wide_as_it_has_to_be(terminal: dict[str, str]) -> None:
     command = [*SIMULATE, "opt-125m", "--rates", "5", "--num-jobs", "5"]

@@ -14,7 +14,7 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_bench.report.summary import summarize
-from fastserve_bench.workload import TraceJob, Workload
+from fastserve_bench.workload import ServiceClass, TraceJob, Workload
 
 POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt", "speculative", "gittins")
 BLOCK_SIZE = 8
@@ -39,7 +39,9 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
     for _ in range(rng.randint(1, 9)):
         arrival_s += rng.choice([0.0, rng.expovariate(20.0), rng.expovariate(2.0)])
         prompt = rng.randint(1, LONGEST - 1)
-        trace.append(TraceJob(arrival_s, prompt, rng.randint(1, min(8, LONGEST - prompt))))
+        output = rng.randint(1, min(8, LONGEST - prompt))
+        service = ServiceClass(priority=rng.choice([0, 0, 0, -1, 2]))
+        trace.append(TraceJob(arrival_s, prompt, output, service=service))
     max_tokens = rng.randint(4, 2 * LONGEST)
     chunk = rng.choice(["auto", "whole", "whole", 1, 4, max_tokens])
     config = EngineConfig().with_keys(
@@ -49,6 +51,7 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
         prefill_chunk_tokens=chunk,
         quantum_ratio=rng.choice([1.5, 2.0, 4.0]),
         starvation_ms=rng.choice([20.0, 200.0, 30000.0]),
+        priority_starvation_ms=rng.choice([None, 100.0]),
         block_size=BLOCK_SIZE,
         strategy=rng.choice(STRATEGIES),
         incremental=rng.random() < 0.7,
@@ -123,6 +126,17 @@ def run(trace: list[TraceJob], error: float | None = None, **keys: object) -> Si
         max_model_len=2048,
         predictions=predictions,
     )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jobs_of_an_urgent_class_wait_for_none_of_another(policy: str) -> None:
+    """Long jobs fill all seats when the urgent ones come."""
+    urgent = ServiceClass("urgent", priority=-1, ttft_slo_s=0.2)
+    trace = [TraceJob(0.0, 20, 400) for _ in range(8)]
+    trace += [TraceJob(0.5 * number, 20, 4, service=urgent) for number in range(1, 6)]
+    records = run(trace, policy=policy, max_num_seqs=4).records
+    assert [record.service.name for record in records] == [""] * 8 + ["urgent"] * 5
+    assert all(record.ttft_s < 0.1 for record in records[8:])
 
 
 def test_a_job_alone_takes_its_iterations_and_no_more() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from fastserve_backend.job import Job, Place
+from fastserve_backend.job import Job, Place, ServiceLevel
 from fastserve_backend.sampling_params import SamplingParams
 
 
@@ -17,6 +17,7 @@ def make_job(
     ignore_eos: bool = False,
     predicted_tokens: int | None = None,
     computed: bool = False,
+    priority: int = 0,
 ) -> Job:
     """A job with a prompt of this many tokens; ``computed``: it is in the decode phase."""
     job = Job(
@@ -25,6 +26,7 @@ def make_job(
         prompt_ids=array("i", range(prompt_len)),
         params=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
         arrival_s=arrival_s,
+        service=ServiceLevel(priority=priority),
         predicted_tokens=predicted_tokens,
     )
     if computed:

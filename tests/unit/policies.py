@@ -12,9 +12,12 @@ from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled, fil
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
+from fastserve_backend.scheduler.gittins_index import Capacity
+from fastserve_backend.scheduler.learned_lengths import LearnedLengths
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.slo import SLO
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 from fastserve_backend.scheduler.uniboost import UniBoost
@@ -27,6 +30,7 @@ POLICIES = (
     "mlfq",
     "skip_join_mlfq",
     "gittins",
+    "slo",
     "speculative",
     "sarathi_edf",
     "uniboost",
@@ -114,13 +118,13 @@ def make_policy(
         return SarathiEDF(limits, first_token_s=10.0, token_s=2.0)
     if name == "uniboost":
         return UniBoost(limits, times)
-    if name == "gittins":
-        return Gittins(
+    if name in ("gittins", "slo"):
+        kind = SLO if name == "slo" else Gittins
+        return kind(
             limits,
             times,
+            LearnedLengths(100, "jct", Capacity(limits.max_seqs, ENDLESS)),
             max_model_len=100,
-            kv_tokens=ENDLESS,
-            objective="jct",
             starvation_s=starvation_s,
         )
     if name == "mlfq":

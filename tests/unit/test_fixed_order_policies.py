@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, ServiceLevel
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
@@ -169,6 +169,16 @@ def test_the_job_whose_next_token_is_due_first_runs() -> None:
     policy.add(second, 3.0)  # due at 13, …
     ran = [iterate(policy, float(now))[0].number for now in range(3, 9)]
     assert ran == [0, 0, 1, 0, 1, 0]
+
+
+def test_a_job_s_own_objectives_are_its_deadlines() -> None:
+    policy = SarathiEDF(one_job(), first_token_s=10.0, token_s=2.0)
+    plain, own = make_job(0, 1), make_job(1, 1)
+    own.service = ServiceLevel(ttft_slo_s=4.0, tpot_slo_s=5.0)
+    policy.add(plain, 0.0)  # due at 10, 12, 14, …
+    policy.add(own, 0.0)  # due at 4, 9, 14, …
+    ran = [iterate(policy, float(now))[0].number for now in range(6)]
+    assert ran == [1, 1, 0, 0, 0, 1]
 
 
 # --- UniBoost ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from fastserve_backend.job import FinishReason, Job, Place
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
+from fastserve_backend.scheduler.learned_lengths import LearnedLengths
 from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
     LengthDistribution,
@@ -35,14 +36,9 @@ def learned(lengths: Sequence[int], max_tokens: int = MAX_TOKENS) -> LengthDistr
 def policy(
     objective: Objective = "jct", limits: BatchLimits | None = None, starvation_s: float = NEVER_S
 ) -> Gittins:
-    return Gittins(
-        limits or one_job(),
-        TIMES,
-        max_model_len=MAX_TOKENS,
-        kv_tokens=ENDLESS,
-        objective=objective,
-        starvation_s=starvation_s,
-    )
+    limits = limits or one_job()
+    learned = LearnedLengths(MAX_TOKENS, objective, Capacity(limits.max_seqs, ENDLESS))
+    return Gittins(limits, TIMES, learned, max_model_len=MAX_TOKENS, starvation_s=starvation_s)
 
 
 def finish(policy: Gittins, job: Job, reason: FinishReason = FinishReason.STOP) -> None:
@@ -445,7 +441,7 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
         job.num_pending = 0  # a stop word in the second token
         finish(gittins, job)
     seen = learned([2] * 40)
-    of_all = gittins._of_all.lengths
+    of_all = gittins._learned.of_all.lengths
     assert of_all.goes_on().tolist() == seen.goes_on().tolist()
 
 
@@ -459,7 +455,9 @@ def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
             run_iteration(job, num_tokens)
             gittins.on_iteration_finished([Scheduled(job, num_tokens)], 0.0)
         finish(gittins, job)
-    assert gittins._of_all.lengths.goes_on().tolist() == learned([1] * 10).goes_on().tolist()
+    assert (
+        gittins._learned.of_all.lengths.goes_on().tolist() == learned([1] * 10).goes_on().tolist()
+    )
 
 
 def test_a_prefill_that_has_one_token_left_has_begun() -> None:

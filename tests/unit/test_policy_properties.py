@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fastserve_backend.job import FinishReason, Job, Place
-from fastserve_backend.scheduler.base import BatchLimits, Scheduled, time_to_next_token
+from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled, time_to_next_token
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
 from policies import POLICIES, TIMES, by_priority, make_policy, select
@@ -24,7 +24,7 @@ LONGEST_PROMPT, MOST_OUTPUT = 40, 25
 SHORTEST_S, LONGEST_S = 0.5, 3.0  # the longest time between two ends of iterations
 
 
-PROMOTING = ("mlfq", "skip_join_mlfq", "gittins")
+PROMOTING = ("mlfq", "skip_join_mlfq", "gittins", "slo")
 
 
 @dataclass
@@ -51,9 +51,7 @@ class History:
             prefill_chunk_tokens=rng.randint(1, 30) if chunk else None,
         )
         self.starvation_s = rng.choice([5.0, 30.0])
-        self.policy = make_policy(
-            name, self.limits, starvation_s=self.starvation_s, longest=float(LONGEST_PROMPT)
-        )
+        self.policy = self.make_policy()
         self.most_known = rng.randint(3, 15)
         self.predicts = rng.random() < 0.8
         self.known: dict[int, Job] = {}
@@ -61,6 +59,15 @@ class History:
         self.waiting_since: dict[int, float] = {}
         self.now = self.last_event_s = 0.0
         self.num_ended = 0
+        self.batches: list[list[Scheduled]] = []  # of all selections
+
+    def make_policy(self) -> Policy:
+        return make_policy(
+            self.name, self.limits, starvation_s=self.starvation_s, longest=float(LONGEST_PROMPT)
+        )
+
+    def make_job(self, number: int, prompt_len: int, max_tokens: int, arrival_s: float) -> Job:
+        return make_job(number, prompt_len, max_tokens=max_tokens, arrival_s=arrival_s)
 
     def run(self) -> None:
         arrivals = iter(range(NUM_JOBS))
@@ -86,7 +93,7 @@ class History:
     # --- Events -------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> None:
-        job = make_job(
+        job = self.make_job(
             number,
             self.rng.randint(1, LONGEST_PROMPT),
             max_tokens=self.rng.randint(1, MOST_OUTPUT),
@@ -124,6 +131,7 @@ class History:
         with self.order_kept():
             flying = {job.number for flight in self.flights for job, _ in flight.batch}
             batch = select(self.policy, self.now, flying)
+        self.batches.append(batch)
         self.check_batch(batch)
         if self.refuses and self.rng.random() < 0.3:
             refused = [item for item in batch if self.rng.random() < 0.5]
@@ -191,11 +199,15 @@ class History:
 
     def check_work_conserved(self, batch: list[Scheduled], waiting: list[Job]) -> None:
         """A job is left out only if it does not fit beside more urgent jobs, or if its prefill
-        comes after one that did not fit."""
+        comes after one that did not fit.
+
+        ``speculative`` compares jobs with a prediction with the first job of its queues. If that is
+        a prompt that waits, the next one in the queues may come before a job with a prediction.
+        """
         tokens_left, chunk_left = self.limits.max_tokens, self.limits.prefill_chunk_tokens
         slots_left, prompts_wait = self.limits.max_seqs, False
         taken = {job.number: num_tokens for job, num_tokens in batch}
-        for job in waiting:
+        for index, job in enumerate(waiting):
             if job.number in taken:
                 tokens_left -= taken[job.number]
                 slots_left -= 1
@@ -207,7 +219,16 @@ class History:
             no_room = slots_left == 0 or needed > tokens_left
             no_chunk = is_prefill and chunk_left == 0
             waits = prompts_wait and (is_prefill or job.place is Place.NOWHERE)
-            assert no_room or no_chunk or waits
+            queue_came_first = (
+                self.name == "speculative"
+                and prompts_wait
+                and job.predicted_tokens is not None
+                and any(
+                    behind.number in taken and behind.predicted_tokens is None
+                    for behind in waiting[index + 1 :]
+                )
+            )
+            assert no_room or no_chunk or waits or queue_came_first
             prompts_wait = True
 
     def check_level_fits(self, policy: SkipJoinMLFQ, job: Job, highest: int) -> None:
@@ -292,6 +313,7 @@ def seconds_left(job: Job) -> float:
     return job.num_uncomputed + job.params.max_tokens - len(job.output_ids) - 1
 
 
+@example(seed=110019985, name="speculative", num_stages=1, chunk=True, refuses=True)
 @settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),

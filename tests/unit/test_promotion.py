@@ -46,6 +46,19 @@ def test_first_tokens_of_starving_jobs_take_a_tenth_of_the_time() -> None:
     assert promotion.update(70.0, ()).begun == jobs[2:]
 
 
+def test_a_share_leaves_fewer_turns_and_less_time() -> None:
+    promotion = Promotion(STARVATION_S, token_s=lambda job: 1.0)
+    promotion.share = 0.5
+    jobs = [make_job(number, 1) for number in range(3)]
+    for job in jobs:
+        promotion.start_waiting(job, 0.0)
+    promotion.on_iteration_finished([make_job(1000 + number, 1) for number in range(16)], 0.0)
+    assert promotion.num_turns == 2
+    assert promotion.update(30.0, ()).begun == jobs[:1]
+    assert promotion.update(49.9, ()).begun == []
+    assert promotion.update(50.0, ()).begun == jobs[1:2]
+
+
 def test_a_small_batch_has_one_turn() -> None:
     promotion, jobs = waiting(0, 1, batch=3)
     assert promotion.update(30.0, ()).begun == jobs[:1]

@@ -30,11 +30,13 @@ from fastserve_backend.cli.bench import bench
 from fastserve_backend.cli.config_flags import with_config_flags
 from fastserve_backend.cli.workload_flags import listed, parse_rates
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.errors import FastServeError
+from fastserve_backend.errors import ConfigError, FastServeError
 from fastserve_backend.profile.hardware import HARDWARE
 from fastserve_backend.system.standard_streams import open_closed_streams
 
 if TYPE_CHECKING:
+    from fastserve_client.key_file import NamedKey
+
     from fastserve_backend.serving.endpoints import Endpoints
 
 # Options of several commands.
@@ -196,7 +198,18 @@ def gateway(
         str, typer.Option(help="Name of the model at the server and in requests.")
     ] = "fastserve",
     api_keys_file: Annotated[
-        Path | None, typer.Option(help="Keys, one a line; requests must then have one of them.")
+        Path | None,
+        typer.Option(
+            help="Keys, one a line: KEY, NAME:KEY, NAME:WEIGHT:KEY or NAME:WEIGHT:KEY:PRIORITY, "
+            "where NAME is the tenant; requests must then have one of them."
+        ),
+    ] = None,
+    most_urgent_priority: Annotated[
+        int | None,
+        typer.Option(
+            help="Lowest priority that requests may ask for, if their key has no PRIORITY.",
+            show_default="0 with keys, any without",
+        ),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse unknown fields instead of ignoring them.")
@@ -233,13 +246,23 @@ def gateway(
     settings = GatewaySettings(
         url=url,
         model=model,
-        keys=ApiKeys([]) if api_keys_file is None else ApiKeys.read(api_keys_file),
+        keys=ApiKeys(_named_keys(api_keys_file), most_urgent_priority),
         strict=strict,
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
+
+
+def _named_keys(path: Path | None) -> list[NamedKey]:
+    """Raises ConfigError: the file cannot be used."""
+    from fastserve_client.key_file import KeyFileError, read_key_file
+
+    try:
+        return [] if path is None else read_key_file(path)
+    except KeyFileError as error:
+        raise ConfigError(f"api-keys-file: {error}") from None
 
 
 def _print_gateway(url: str) -> None:
@@ -311,6 +334,7 @@ def simulate(
     ] = "fcfs,skip_join_mlfq,gittins",
     rates: workload_flags.Rates = None,
     dataset: workload_flags.Dataset = "sharegpt",
+    job_class: workload_flags.JobClasses = None,
     arrivals: workload_flags.ArrivalsFlag = None,
     num_jobs: workload_flags.NumJobs = 1000,
     seed: workload_flags.Seed = 0,
@@ -341,17 +365,18 @@ def simulate(
     seconds.
     """
     from fastserve_bench.report.output import Output
-    from fastserve_bench.workload import LengthLimits, Workload
+    from fastserve_bench.workload import LengthLimits, ServiceClass, Workload
 
     from fastserve_backend.cli.simulate import ModelledHardware, simulate_command
 
     if keys["load_format"] is None:
         keys["load_format"] = "dummy"  # no weights are needed
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
+    classes = tuple(map(ServiceClass.parse, job_class or ()))
     code = simulate_command(
         _engine_config(model, config, keys),
         ModelledHardware(profile, hardware),
-        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals),
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals, classes),
         Output(output, plot),
         policies=listed(policies),
         rates=parse_rates(rates),

@@ -47,6 +47,7 @@ def bench(
             help="In place of --rates: numbers of requests to keep under way, separated by commas."
         ),
     ] = None,
+    job_class: workload_flags.JobClasses = None,
     repeats: Annotated[
         int, typer.Option(min=1, help="Runs of each load, seeds counting up; medians.")
     ] = 1,
@@ -109,7 +110,7 @@ def bench(
     from fastserve_bench.report.objectives import Objectives
     from fastserve_bench.report.output import Output
     from fastserve_bench.session import Load, Plan
-    from fastserve_bench.workload import LengthLimits, Workload
+    from fastserve_bench.workload import LengthLimits, ServiceClass, Workload
 
     if rates is not None and concurrency is not None:
         raise ConfigError("concurrency: got it beside --rates; a load is one of them")
@@ -126,10 +127,11 @@ def bench(
         if number is not None and not 0 < number < math.inf:
             raise ConfigError(f"{name}: got {number:g}; must be a number above 0")
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
+    classes = tuple(map(ServiceClass.parse, job_class or ()))
     loads = [Load(concurrency=clients) for clients in _whole_numbers(concurrency)]
     loads += [Load(rate=rate) for rate in parse_rates(rates)]
     plan = Plan(
-        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals),
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals, classes),
         list(dict.fromkeys(loads)) or [Load()],
         repeats,
         timeout,

@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fastserve_bench.outcome import LoadOutcome
 from fastserve_bench.report.output import Output, write_json
 from fastserve_bench.report.plot import plot_sweep
 from fastserve_bench.report.printing import print_tables
 from fastserve_bench.report.summary import summarize
 from fastserve_bench.report.sweep import SweepPoint, sweep_to_json
 from fastserve_bench.report.table import sweep_table
+from fastserve_bench.tables import group_tables
 from fastserve_bench.workload import TraceJob, Workload, check_trace_fits, mean_rate
 from fastserve_client.terminal import ExitCode
 from rich.console import Console
@@ -91,7 +93,8 @@ def simulate_command(
             longest_job(memory, config.kv_cache, config.scheduler),
             "device_blocks",
         )
-    points = _sweep(modelled, config.kv_cache, schedulers, loads, console)
+    runs = _sweep(modelled, config.kv_cache, schedulers, loads, console)
+    points = [SweepPoint(*run[:2], summarize(run[2].records)) for run in runs]
     try:
         if output.json is not None:
             settings = _settings(config, hardware, modelled, workload, prediction_error)
@@ -99,7 +102,8 @@ def simulate_command(
         if output.plot is not None:
             plot_sweep(points, output.plot, slo_s=config.scheduler.slo_ms / 1e3, title=model.name)
     finally:  # after the files, which are then written even if the reader of stdout goes away
-        code = print_tables([sweep_table(points)])
+        by_group = group_tables([(*run[:2], [run[2]]) for run in runs], "rate\njobs/s")
+        code = print_tables([sweep_table(points), *by_group])
     return code
 
 
@@ -189,9 +193,13 @@ def _sweep(
     schedulers: Sequence[SchedulerSection],
     loads: Sequence[_Load],
     console: Console,
-) -> list[SweepPoint]:
-    """Simulate every policy under every load, and show the progress."""
-    points = []
+) -> list[tuple[str, float, LoadOutcome]]:
+    """Simulate every policy under every load, and show the progress.
+
+    Returns:
+        (policy, rate, its jobs) of each simulation.
+    """
+    runs = []
     num_iterations = 0
     started_s = time.monotonic()
     with Progress(console=console, transient=True) as bar:
@@ -209,14 +217,12 @@ def _sweep(
                     predictions=load.predictions,
                 )
                 num_iterations += simulation.counters.iterations
-                points.append(
-                    SweepPoint(scheduler.policy, load.rate, summarize(simulation.records))
-                )
+                runs.append((scheduler.policy, load.rate, LoadOutcome(simulation.records)))
                 bar.advance(task)
             console.print(simulation.policy)
     per_minute = num_iterations / (time.monotonic() - started_s) * 60
     console.print(f"{num_iterations} iterations simulated, {per_minute:.0f} a minute")
-    return points
+    return runs
 
 
 def _settings(

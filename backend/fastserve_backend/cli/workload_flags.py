@@ -32,6 +32,15 @@ ArrivalsFlag = Annotated[
         "data set's own). Default: trace where it has timestamps, else poisson.",
     ),
 ]
+JobClasses = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--class",
+        help="A class of jobs, NAME[:SHARE][,priority=N][,ttft_slo_ms=N][,tpot_slo_ms=N]"
+        "[,tenant=NAME][,key_variable=NAME]; can be repeated. SHARE is that of the jobs, left "
+        "out where the data set says which jobs have the class.",
+    ),
+]
 NumJobs = Annotated[int, typer.Option(help="Jobs of a trace.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")]
 MaxPromptTokens = Annotated[int | None, typer.Option(help="Leave out jobs with longer prompts.")]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from fastserve_backend.config import TenantsSection
+from fastserve_backend.engine.tenant_accounts import TenantAccounts
 from fastserve_backend.errors import DrainingError, EngineError, OverloadedError
+from fastserve_backend.job import Job
 
 
 class Admission:
@@ -14,10 +17,12 @@ class Admission:
 
     Args:
         limit: most unfinished jobs, queued ones included.
+        config, weights: as for ``TenantAccounts``.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, config: TenantsSection, weights: Mapping[str, float]) -> None:
         self._limit = limit
+        self._tenants = TenantAccounts(limit, config, weights)
         self._changed = threading.Condition()  # guards all that follows
         self._num_unfinished = 0
         self._is_draining = False
@@ -34,17 +39,21 @@ class Admission:
         return self._failure
 
     @contextmanager
-    def accept_job(self) -> Iterator[None]:
-        """Accept a job and hand it over within the ``with`` block. ``on_job_end`` waits for the end
-        of the block, so no job ends before everybody has been told of its arrival.
+    def accept_job(self, job: Job) -> Iterator[None]:
+        """Accept the job at the time of its arrival, and hand it over within the ``with``
+        block. ``on_job_end`` waits for the end of the block, so no job ends before everybody has
+        been told of its arrival.
 
         Raises:
             DrainingError, EngineError, OverloadedError: no job is accepted now.
+            TenantLimitError: the job exceeds a limit of its tenant.
+            InvalidRequestError: its tenant is unknown.
         """
         with self._changed:
             self._check_open()
             if self._num_unfinished >= self._limit:
                 raise OverloadedError(f"{self._limit} requests are queued already; try again later")
+            self._tenants.accept(job, self._limit - self._num_unfinished, job.arrival_s)
             self._num_unfinished += 1
             yield
 
@@ -54,9 +63,10 @@ class Admission:
             if self._failure is not None and not self._is_draining:
                 raise EngineError(self._failure)
 
-    def on_job_end(self) -> None:
+    def on_job_end(self, job: Job, now: float) -> None:
         """An accepted job has ended."""
         with self._changed:
+            self._tenants.on_job_end(job, now)
             self._num_unfinished -= 1
             self._changed.notify_all()
 

@@ -95,7 +95,8 @@ class Engine:
         self.counters = EngineCounters(LatencyHistograms(config.scheduler.slo_ms / 1e3))
         self.gave_up = False
         """Whether the engine failed because the ranks were restarted too often."""
-        self._admission = Admission(config.scheduler.max_queued_requests)
+        weights = config.tenants.read_weights()
+        self._admission = Admission(config.scheduler.max_queued_requests, config.tenants, weights)
         self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
         self._watches = Watches()
         self._job_numbers = itertools.count()
@@ -140,6 +141,7 @@ class Engine:
                 self.counters,
                 self.model_config.max_model_len,
                 self.model_config.rotary_switch,
+                weights if config.tenants.fair_shares else None,
             )
             self._loop = self._setup.make_loop(
                 ranks.memory,
@@ -211,7 +213,7 @@ class Engine:
         Raises:
             InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long;
                 or its service level is not allowed.
-            OverloadedError, DrainingError: no job is accepted now.
+            OverloadedError, DrainingError: no job is accepted now, or a ``TenantLimitError``.
             EngineError: the engine is broken.
         """
         self.checks.validate(prompt_ids, params)
@@ -229,7 +231,7 @@ class Engine:
         predictions = self.predictions
         if predictions is not None:
             prompt_text = predictions.text_of(job.prompt_ids, prompt_text)
-        with self._admission.accept_job():
+        with self._admission.accept_job(job):
             self._inbox.put(job)
             # The answer reaches the inbox after the job. The end of the job waits for this block.
             if predictions is not None and prompt_text is not None:
@@ -370,7 +372,7 @@ class Engine:
             self.counters.finished[reason.value] += 1
         else:
             self.counters.refused += 1
-        self._admission.on_job_end()
+        self._admission.on_job_end(job, self.clock.now())
         if self.predictions is not None:
             self.predictions.on_job_ended(job)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import Delivery, OnJobEnd
@@ -57,6 +57,8 @@ class LoopSetup:
     max_model_len: int
     rotary_switch: int | None = None
     """Of the model."""
+    weights: Mapping[str, float] | None = field(default_factory=dict)
+    """Of tenants, as for ``make_policy``."""
 
     def make_kv(self, memory: KVMemory, policy: Policy) -> KVManager:
         """A KV manager for ranks on which no job has KV."""
@@ -113,7 +115,14 @@ class LoopSetup:
         # Of jobs within their windows. Longer jobs take less memory a token.
         num_groups = sum(kind.num_groups for kind in memory.kinds)
         kv_tokens = memory.num_blocks * self.kv_cache.block_size // num_groups
-        sizes = {"max_model_len": self.max_model_len, "kv_tokens": kv_tokens}
-        if policy_of is None:
-            return make_policy(self.scheduler, self.latency, **sizes)
-        return policy_of(batch_limits(self.scheduler, self.latency, **sizes))
+        if policy_of is not None:
+            limits = batch_limits(
+                self.scheduler,
+                self.latency,
+                max_model_len=self.max_model_len,
+                kv_tokens=kv_tokens,
+            )
+            return policy_of(limits)
+        return make_policy(
+            self.scheduler, self.latency, self.max_model_len, kv_tokens, self.weights
+        )

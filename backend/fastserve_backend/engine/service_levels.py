@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastserve_client import protocol
 
 from fastserve_backend.config import MAX_MS, EngineConfig
@@ -26,17 +24,7 @@ def resolve_service(wanted: ServiceLevel, config: EngineConfig) -> ServiceLevel:
     _check_objective(protocol.TPOT_SLO_MS, wanted.tpot_slo_s)
     _check_tenant(wanted.tenant)
     scheduler = config.scheduler
-    return replace(
-        wanted,
-        ttft_slo_s=_or_default(wanted.ttft_slo_s, scheduler.ttft_slo_ms),
-        tpot_slo_s=_or_default(wanted.tpot_slo_s, scheduler.tpot_slo_ms),
-    )
-
-
-def _or_default(wanted_s: float | None, default_ms: float | None) -> float | None:
-    if wanted_s is None and default_ms is not None:
-        return default_ms / 1e3
-    return wanted_s
+    return wanted.with_default_objectives(scheduler.ttft_slo_ms, scheduler.tpot_slo_ms)
 
 
 def _check_priority(priority: object, config: EngineConfig) -> None:

@@ -199,7 +199,7 @@ class StepLoop:
         # Passed over like jobs of unfinished steps.
         in_flight |= self._masked.waiting | self.kv.restarting
         jobs = self.policy.walk(now, in_flight)
-        limits = self.policy.limits.for_load(self.jobs.num_without_token, self._num_decodes)
+        limits = self.policy.limits_for(now, self.jobs.num_without_token, self._num_decodes)
         batch = fill_batch(jobs, limits, in_flight, kv_round)
         result = kv_round.commit()
         self._work.send_copies(result.transfers, self.kv.tiers.device.block_size)
@@ -238,6 +238,7 @@ class StepLoop:
         for job, num_tokens in batch:
             job.on_sent(num_tokens)
         self.kv.on_sent()
+        self.policy.on_batch_sent(batch)
         self._num_decodes = step.num_decodes
         self._work.send_step(batch, step, chosen.copies, is_behind=behind is not None)
 

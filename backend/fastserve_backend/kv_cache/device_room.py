@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fastserve_backend.config import SwapStrategy
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.holders import Holders, RoundState, RunningOrder
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
@@ -119,9 +119,10 @@ class DeviceRoom:
         self, job: Job, first_token: int, num_tokens: int, missing: int, *, is_new: bool
     ) -> OfferOutcome:
         parts = self._parts
-        # With this strategy nobody computes again for a new job, unless that starves.
+        # With this strategy no job of the same priority computes again for a new job, unless that
+        # starves.
         keeps_work = is_new and parts.strategy == "proactive" and not parts.order.has_turn(job)
-        if keeps_work and not self._leaves_room_to_grow(missing):
+        if keeps_work and not self._leaves_room_to_grow(job, missing):
             parts.prefixes.give_back_of(job)  # jobs that have begun may need these blocks
             return OfferOutcome.NO_ROOM
         if self._reserve(job, missing, keeps_work=keeps_work):
@@ -139,63 +140,85 @@ class DeviceRoom:
             0, self._parts.tiers.needs.most(job.num_tokens) - self._device.num_held(job.number)
         )
 
-    def _leaves_room_to_grow(self, num_blocks: int) -> bool:
-        """Whether the jobs on the device can still grow if a new job takes ``num_blocks``."""
-        parts = self._parts
-        growth = parts.holders.num_on_device * _GROWTH_BLOCKS * parts.tiers.needs.num_groups
-        growth -= parts.tiers.host.num_free
-        return growth <= 0 or self.has_free(num_blocks + growth)
+    def _leaves_room_to_grow(self, job: Job, num_blocks: int) -> bool:
+        """Whether the jobs on the device can still grow if a new job takes ``num_blocks``. Less
+        urgent jobs need not grow, and make room in both tiers."""
+        tiers, state = self._parts.tiers, self._state
+        growth_of_one = _GROWTH_BLOCKS * tiers.needs.num_groups
+        growth = self._parts.holders.num_on_device * growth_of_one - tiers.host.num_free
+        if growth <= 0 or self.has_free(num_blocks + growth):
+            return True
+        num_behind = 0  # device blocks of less urgent jobs
+        for other in state.less_urgent(job, Place.DEVICE):
+            num_behind += self._device.num_held(other.number)
+            growth -= growth_of_one
+            if growth <= 0 or self.has_free(num_blocks + growth - num_behind):
+                return True
+        for other in state.less_urgent(job, Place.HOST):
+            growth -= tiers.host.num_held(other.number)
+            if growth <= 0 or self.has_free(num_blocks + growth - num_behind):
+                return True
+        return False
 
     def _reserve(self, job: Job, num_blocks: int, *, keeps_work: bool) -> bool:
         """Whether ``num_blocks`` blocks are free for the job now. If not, start to free them and
         promise them to the job.
 
         Args:
-            keeps_work: nobody may compute KV again for the job. If somebody would have to, nothing
-                is promised, so that jobs that have begun go on.
+            keeps_work: no job of the same priority may compute KV again for the job. If one would
+                have to, nothing is promised, so that jobs that have begun go on.
         """
         state, parts = self._state, self._parts
         shortage = num_blocks - self.num_spare - self._num_ending
         shortage -= parts.prefixes.give_back(shortage, state.offered)
         if shortage > 0 and not self._has_no_victims:
-            victims = self._victims(shortage)
-            if keeps_work and victims and not parts.swapping.can_swap_out(victims, state):
+            victims = self._victims(job, shortage)
+            if keeps_work and victims and not parts.swapping.can_swap_out_for(job, victims, state):
                 return False
             if not state.running.isdisjoint(victim.number for victim in victims):
                 self.is_too_early = True
                 return False
             # Later in the round more is promised and fewer jobs are idle.
             self._has_no_victims = not victims
-            for victim in victims:
+            # The host may lack room for all. Then the least urgent jobs compute again.
+            for victim in sorted(victims, key=lambda victim: victim.effective_priority):
                 if not parts.swapping.swap_out(victim, state):
                     parts.holders.drop(victim)
         if self.has_free(num_blocks):
             return True
         self.num_promised += num_blocks
-        if self._num_ending and job.number in state.running and not self._will_cover_promises():
-            # The job would be set aside for less urgent jobs.
+        if self._num_ending and not self._will_cover_promises() and self._would_be_overtaken(job):
             self.is_too_early |= self.num_spare + self._num_ending >= 0
         return False
+
+    def _would_be_overtaken(self, job: Job) -> bool:
+        """Whether less urgent jobs would run in the step for which ``job`` has no blocks."""
+        state = self._state
+        return state.is_ahead and (
+            job.number in state.running or any(True for _ in state.less_urgent(job, Place.DEVICE))
+        )
 
     def _will_cover_promises(self) -> bool:
         """Whether swap-outs are unfinished, and free all blocks that are promised by now."""
         return self._parts.tiers.num_leaving > 0 and self.num_spare >= 0
 
-    def _victims(self, num_blocks: int) -> list[Job]:
-        """Jobs that hold ``num_blocks`` blocks and may leave, the last to run first. None if even
-        all such jobs hold fewer."""
+    def _victims(self, job: Job, num_blocks: int) -> list[Job]:
+        """Jobs that hold ``num_blocks`` blocks and may leave for ``job``, the last to run first.
+        None if even all such jobs hold fewer. More urgent jobs never leave."""
         state, num_held = self._state, self._device.num_held
         candidates = self._candidates
-        candidates[:] = [job for job in candidates if state.may_leave(job)]
+        candidates[:] = [candidate for candidate in candidates if state.may_leave(candidate)]
         count = 0
         while num_blocks > 0:
             if count == len(candidates):
-                job = next(state.last_on_device, None)
-                if job is None:
+                candidate = next(state.last_on_device, None)
+                if candidate is None:
                     return []
-                if not state.may_leave(job):
+                if not state.may_leave(candidate):
                     continue
-                candidates.append(job)
+                candidates.append(candidate)
+            if candidates[count].effective_priority < job.effective_priority:
+                return []
             num_blocks -= num_held(candidates[count].number)
             count += 1
         return candidates[:count]

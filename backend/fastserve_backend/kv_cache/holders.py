@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
+from itertools import takewhile
 from typing import Protocol
 
 from fastserve_backend.job import Job, Place
@@ -208,6 +209,13 @@ class RoundState:
         """Jobs whose KV was at ``place`` when the round started, those that run next first, or
         those that run last."""
         return self._order.by_next_run(place, self.next_run_estimate, last_first=last_first)
+
+    def less_urgent(self, job: Job, place: Place) -> Iterator[Job]:
+        """The jobs at ``place`` of a less urgent priority than ``job``, the last to run first."""
+        return takewhile(
+            lambda other: other.effective_priority > job.effective_priority,
+            self.by_next_run(place, last_first=True),
+        )
 
     @cached_property
     def last_on_device(self) -> Iterator[Job]:

@@ -113,7 +113,7 @@ class LookAhead:
             if job.num_computed == 0:  # it was taken, but its step was not sent
                 self._holders.drop(job)
                 spare += num_held
-            elif self._swapping.swap_out(job, state):
+            elif self._swapping.swap_out(job, state, is_early=True):
                 spare += num_held
                 num_left += 1
             else:
@@ -173,7 +173,7 @@ class DeviceBorder:
         self._num_here = tiers.device.num_used - tiers.num_of_ended - num_unused - capacity
         self._last = state.by_next_run(Place.DEVICE, last_first=True)
         # The jobs that were looked at: (estimate, job, its blocks), the last to run first.
-        self._looked_at: list[tuple[tuple[float, float], Job, int]] = []
+        self._looked_at: list[tuple[tuple[float, ...], Job, int]] = []
 
     def inside(self, band: float) -> Iterator[Job]:
         """Swapped-out jobs that would be inside even if the capacity were ``band`` blocks smaller.
@@ -220,7 +220,7 @@ class DeviceBorder:
             index += 1
         return True
 
-    def _look_at(self, index: int) -> tuple[tuple[float, float], Job, int] | None:
+    def _look_at(self, index: int) -> tuple[tuple[float, ...], Job, int] | None:
         """The device's job with ``index`` jobs behind it, busy ones left out. None: there is
         none."""
         looked_at = self._looked_at

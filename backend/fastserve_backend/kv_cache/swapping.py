@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes
@@ -35,14 +35,18 @@ class Swapping:
         self._costs = costs
         self._counters = counters
 
-    def swap_out(self, job: Job, state: RoundState) -> bool:
+    def swap_out(self, job: Job, state: RoundState, *, is_early: bool = False) -> bool:
         """Start to move an idle job's KV to the host, unless computing it again is cheaper or the
-        host has no room. Returns whether the job leaves."""
+        host has no room. Returns whether the job leaves.
+
+        Args:
+            is_early: nobody needs the job's blocks yet, so nobody's KV is dropped for it.
+        """
         if self._strategy == "recompute" or job.num_computed == 0:
             return False
         if self._strategy != "reactive" and not self._is_cheaper(job, state):
             return False
-        if not self._make_host_room(job, state):
+        if not self._make_host_room(job, state, may_drop=not is_early):
             return False
         num_blocks = self._tiers.needs.computed(job.num_computed)
         num_copied = self._tiers.num_to_copy(job.number, job.num_computed)
@@ -55,15 +59,22 @@ class Swapping:
             state.transfers.append(transfer)
         return True
 
-    def can_swap_out(self, jobs: Sequence[Job], state: RoundState) -> bool:
-        """Whether all of these idle jobs can be swapped out, and none has to compute again."""
-        jobs = [job for job in jobs if job.num_computed]
-        if not all(self._is_cheaper(job, state) for job in jobs):
+    def can_swap_out_for(self, job: Job, leaving: Sequence[Job], state: RoundState) -> bool:
+        """Whether all of these idle jobs that are as urgent as ``job`` can be swapped out. None of
+        them has to compute again then, but less urgent jobs may have to."""
+        priority = job.effective_priority
+        kept = [one for one in leaving if one.num_computed and one.effective_priority <= priority]
+        if not all(self._is_cheaper(one, state) for one in kept):
             return False
         host = self._tiers.host
-        missing = sum(map(self._missing_on_host, jobs))
-        own = sum(host.num_held(job.number) for job in jobs)
-        return missing <= host.num_free or missing <= host.num_free + self._tiers.num_copies - own
+        missing = sum(map(self._missing_on_host, kept)) - host.num_free
+        own = sum(host.num_held(one.number) for one in kept)
+        shortage = missing - (self._tiers.num_copies - own)
+        return (
+            missing <= 0
+            or shortage <= 0
+            or len(self._less_urgent_on_host(job, shortage, state)) > 0
+        )
 
     def swap_in(self, job: Job, room_for: int, state: RoundState) -> None:
         """Start to bring a swapped-out job back, with blocks for ``room_for`` tokens. These must be
@@ -113,21 +124,40 @@ class Swapping:
         """Host blocks to add before the job can be swapped out."""
         return self._tiers.host.missing(job.number, job.num_computed, job.num_computed)
 
-    def _make_host_room(self, job: Job, state: RoundState) -> bool:
+    def _make_host_room(self, job: Job, state: RoundState, *, may_drop: bool) -> bool:
         """Free host blocks until the job's KV fits, and return whether it does.
 
         The freed blocks are copies of jobs on the device. Jobs that run next lose theirs first,
-        since they will not leave soon.
+        since they will not leave soon. If those are too few, less urgent jobs compute again.
         """
         host = self._tiers.host
         missing = self._missing_on_host(job)
         if missing <= host.num_free:
             return True
-        if host.num_held(job.number) + missing > host.num_free + self._tiers.num_copies:
-            return False
+        copies_left = self._tiers.num_copies - host.num_held(job.number)
+        shortage = missing - host.num_free - copies_left
+        dropped: Sequence[Job] = ()
+        if shortage > 0:
+            dropped = self._less_urgent_on_host(job, shortage, state) if may_drop else ()
+            if not dropped:
+                return False
         for other in state.first_on_device:
             if other is not job and self._tiers.has_copy(other.number):
                 self._tiers.forget_host(other.number)
                 if missing <= host.num_free:
                     return True
-        return False
+        for other in dropped:
+            self._holders.drop(other)
+        return missing <= host.num_free
+
+    def _less_urgent_on_host(self, job: Job, num_blocks: int, state: RoundState) -> Sequence[Job]:
+        """Less urgent jobs whose KV takes ``num_blocks`` of the host, the last to run first. None
+        if all of them take fewer."""
+        found: list[Job] = []
+        for other in state.less_urgent(job, Place.HOST):
+            if self._tiers.is_swapped_out(other.number):
+                found.append(other)
+                num_blocks -= self._tiers.host.num_held(other.number)
+                if num_blocks <= 0:
+                    return found
+        return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
@@ -162,7 +163,10 @@ def is_owed_first_token(job: Job, times: IterationTimes) -> bool:
 class Policy(Protocol):
     """Owns the order of all unfinished jobs. One thread calls it, with the time in seconds."""
 
-    limits: BatchLimits
+    @property
+    def limits(self) -> BatchLimits:
+        """Of the next batch."""
+        ...
 
     @property
     def num_demotions(self) -> int:
@@ -199,6 +203,18 @@ class Policy(Protocol):
         Args:
             in_flight: numbers of the jobs in unfinished iterations, which do not starve.
         """
+        ...
+
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        """The limits of the next iteration. Called after ``walk``.
+
+        Args:
+            num_prompts, num_decodes: as of ``BatchLimits.for_load``.
+        """
+        ...
+
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        """These jobs run now, and count their tokens of the iteration as computed."""
         ...
 
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
@@ -247,6 +263,20 @@ class Policy(Protocol):
     def describe(self) -> str:
         """Name and derived parameters, as one line for the log."""
         ...
+
+
+def summed_level_sizes(policies: Sequence[Policy]) -> Sequence[int]:
+    """Number of jobs in each queue, of all these policies together.
+
+    A policy that was made after the iteration times drifted may have more queues than the first.
+    Those count as the last one of the first.
+    """
+    first, *others = (policy.level_sizes() for policy in policies)
+    if not others:
+        return first
+    summed = [sum(level) for level in zip_longest(first, *others, fillvalue=0)]
+    last = len(first) - 1
+    return [*summed[:last], sum(summed[last:])]
 
 
 def fill_batch(

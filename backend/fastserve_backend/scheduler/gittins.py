@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import (
     BatchLimits,
@@ -22,20 +21,13 @@ from fastserve_backend.scheduler.base import (
     is_owed_first_token,
     time_to_next_token,
 )
-from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
-from fastserve_backend.scheduler.length_distribution import (
-    DistributionOfPredicted,
-    LengthDistribution,
-)
+from fastserve_backend.scheduler.learned_lengths import IndexedLengths, LearnedLengths
 from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.promotion import Promotion, configured_starvation_s
 from fastserve_backend.scheduler.walk import Walk
 
-# The index is computed anew when this share of the ended jobs is new to it, or this many jobs.
-_NEWS = 0.1
-_MOST_NEWS = 200
-# Each selection sorts this many jobs by a new index. With 10,000 jobs, sorting all at once would
+# A selection sorts this many jobs by a new index. With 10,000 jobs, sorting all at once would
 # delay a step by tens of milliseconds.
 _SORTED_AT_ONCE = 8
 # Key of the first job with a turn; later turns follow. All other keys are far larger: they are
@@ -43,27 +35,12 @@ _SORTED_AT_ONCE = 8
 _FIRST_TURN_KEY = -1e12
 
 
-class _Learned:
-    """The lengths of all jobs, or of one class of jobs, and the index that follows from them."""
-
-    def __init__(
-        self, lengths: LengthDistribution, objective: Objective, capacity: Capacity
-    ) -> None:
-        self.lengths = lengths
-        self._objective: Objective = objective
-        self._capacity = capacity
-        self.update()
-
-    def update(self) -> None:
-        self.index = GittinsIndex(self.lengths, self._objective, self._capacity)
-
-
 @dataclass(slots=True)
 class _Entry:
     """What the policy knows of a job beside its key."""
 
     job: Job
-    learned: tuple[_Learned, ...]  # learn from the job; the last one gives its order
+    learned: tuple[IndexedLengths, ...]  # learn from the job; the last one gives its order
     bin: int = 0  # of the job's length, if it ended now
     key_holds_to: int = -1  # while the job decodes, its key is valid up to so many output tokens
 
@@ -81,26 +58,20 @@ class Gittins(KeyedPolicy):
         self,
         limits: BatchLimits,
         times: IterationTimes,
+        learned: LearnedLengths,
         *,
         max_model_len: int,
-        kv_tokens: int,
-        objective: Objective,
         starvation_s: float,
     ) -> None:
         """
         Args:
-            kv_tokens: tokens whose K and V the device can hold.
+            learned: may be shared with other policies, which then learn from each other's jobs.
         """
         super().__init__(limits)
         self._times = times
-        self._objective: Objective = objective
-        self._capacity = Capacity(limits.max_seqs, kv_tokens)
+        self._learned = learned
         self._max_model_len = max_model_len
-        lengths = LengthDistribution(max_model_len)
-        self._of_all = _Learned(lengths, objective, self._capacity)
-        self._of_class: dict[int, _Learned] = {}
-        self._ended_of_index = 0
-        self._outdated: list[_Learned] = []
+        self._num_updates = learned.num_updates  # of the indices by which the jobs are sorted
         self._num_to_sort = 0  # so many of the first entries have keys of an old index
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._promotion = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
@@ -110,9 +81,8 @@ class Gittins(KeyedPolicy):
         return cls(
             context.limits,
             context.times,
+            context.learned,
             max_model_len=context.max_model_len,
-            kv_tokens=context.kv_tokens,
-            objective=context.config.objective,
             starvation_s=configured_starvation_s(context.config),
         )
 
@@ -123,7 +93,7 @@ class Gittins(KeyedPolicy):
     @property
     def num_learned(self) -> int:
         """Jobs whose full length is known."""
-        return self._of_all.lengths.num_ended
+        return self._learned.num_ended
 
     def has_turn(self, job: Job) -> bool:
         return self._promotion.has_turn(job)
@@ -144,7 +114,7 @@ class Gittins(KeyedPolicy):
         return -max(one.index.of(extra, prompt, job.num_outputs, most) for one in which)
 
     def add(self, job: Job, now: float) -> None:
-        self._entries[job.number] = _Entry(job, self._learned_of(job))
+        self._entries[job.number] = _Entry(job, self._learned.of_job(job))
         super().add(job, now)
         self._promotion.start_waiting(job, now)
 
@@ -157,10 +127,10 @@ class Gittins(KeyedPolicy):
             if job.ended_by_itself:
                 for learned in entry.learned:
                     learned.lengths.count_ended(entry.bin)
-                self._learn()
+                self._learned.on_job_ended()
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        self._sort_some()
+        self._do_upkeep(now)
         changes = self._promotion.update(now, in_flight)
         for job in changes.over + changes.begun:
             self._sort(self._entries[job.number])
@@ -168,7 +138,7 @@ class Gittins(KeyedPolicy):
 
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         self._promotion.on_iteration_finished([job for job, _ in ran], now)
-        edges = self._of_all.lengths.edges
+        edges = self._learned.of_all.lengths.edges
         for job, _ in ran:
             entry = self._entries[job.number]
             if len(job.output_ids) > edges[entry.bin + 1]:
@@ -178,7 +148,7 @@ class Gittins(KeyedPolicy):
 
     def on_predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
-        entry.learned = self._learned_of(job)
+        entry.learned = self._learned.of_job(job)
         self._sort(entry)
 
     def recalibrate(self) -> None:
@@ -186,7 +156,7 @@ class Gittins(KeyedPolicy):
 
     def describe(self) -> str:
         return (
-            f"{self.name}: objective {self._objective}, promotion after "
+            f"{self.name}: objective {self._learned.objective}, promotion after "
             f"{self._promotion.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
 
@@ -195,22 +165,10 @@ class Gittins(KeyedPolicy):
         job = entry.job
         self._jobs.move(job, self.key(job))
         # The index of a decode changes only at the next edge.
-        edges = self._of_all.lengths.edges
+        edges = self._learned.of_all.lengths.edges
         is_decode = job.num_uncomputed <= 1 and job.num_outputs > 0
         index = bisect_right(edges, job.num_outputs)
         entry.key_holds_to = edges[index] - 1 if is_decode and index < len(edges) else -1
-
-    def _learned_of(self, job: Job) -> tuple[_Learned, ...]:
-        """What learns from the job. A class holds the jobs whose predictions lie between two powers
-        of two."""
-        if job.predicted_tokens is None:
-            return (self._of_all,)
-        name = max(1, job.predicted_tokens).bit_length()
-        if name not in self._of_class:
-            shortest = 2 ** (name - 1)
-            lengths = DistributionOfPredicted(self._of_all.lengths, shortest, 2 * shortest)
-            self._of_class[name] = _Learned(lengths, self._objective, self._capacity)
-        return self._of_all, self._of_class[name]
 
     def _most_tokens(self, job: Job) -> int:
         """The most tokens that the policy may expect. A job with a forced length stands for one
@@ -220,22 +178,19 @@ class Gittins(KeyedPolicy):
     def _count_passed(self, entry: _Entry, job: Job) -> None:
         """Learn that the job is at least as long as it is now. Pending tokens do not count: the job
         may turn out to have ended before them."""
-        reached = self._of_all.lengths.bin_of(len(job.output_ids))
+        reached = self._learned.of_all.lengths.bin_of(len(job.output_ids))
         for learned in entry.learned:
             learned.lengths.count_passed(entry.bin, reached)
         entry.bin = reached
 
-    def _learn(self) -> None:
-        news = self.num_learned - self._ended_of_index
-        if not self._outdated and news > min(_NEWS * self.num_learned, _MOST_NEWS):
-            self._ended_of_index = self.num_learned
-            self._outdated = [*self._of_class.values(), self._of_all]
-
-    def _sort_some(self) -> None:
+    def _do_upkeep(self, now: float) -> None:
         """Do a part of what is left to do: compute one outdated index, or sort a few jobs."""
-        if self._outdated:
-            self._outdated.pop().update()
-            self._num_to_sort = len(self._entries)
+        learned = self._learned
+        self._notice_updates()
+        if not (learned.is_outdated or self._num_to_sort) or not learned.may_do_upkeep(self, now):
+            return
+        if learned.update_one():
+            self._notice_updates()
             return
         num_sorted = min(self._num_to_sort, _SORTED_AT_ONCE, len(self._entries))
         for _ in range(num_sorted):
@@ -243,3 +198,9 @@ class Gittins(KeyedPolicy):
             self._entries.move_to_end(number)
             self._sort(entry)
         self._num_to_sort = max(0, self._num_to_sort - _SORTED_AT_ONCE)
+
+    def _notice_updates(self) -> None:
+        """If an index is new, all jobs are to be sorted."""
+        if self._num_updates != self._learned.num_updates:
+            self._num_updates = self._learned.num_updates
+            self._num_to_sort = len(self._entries)

@@ -52,6 +52,12 @@ class KeyedPolicy:
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         return MergedWalk(lambda place: self._jobs.part(place).items())
 
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        return self.limits.for_load(num_prompts, num_decodes)
+
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        pass
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         for job, _ in ran:
             self._jobs.move(job, self._jobs.key(job))

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fastserve_backend.config import SchedulerSection
-from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Policy
+from fastserve_backend.scheduler.base import (
+    BatchLimits,
+    IterationTimes,
+    Policy,
+    time_to_next_token,
+)
 from fastserve_backend.scheduler.batch_limits import batch_limits
+from fastserve_backend.scheduler.fair_shares import FairShares
+from fastserve_backend.scheduler.gittins_index import Capacity
+from fastserve_backend.scheduler.learned_lengths import LearnedLengths
+from fastserve_backend.scheduler.priority_classes import PriorityClasses
+from fastserve_backend.scheduler.promotion import Promotion
 from fastserve_backend.scheduler.registry import load_policy
+
+_NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +37,44 @@ class PolicyContext:
     """Most tokens of one job, prompt and output."""
     kv_tokens: int
     """Tokens whose K and V the device holds."""
+    learned: LearnedLengths
+    """What the policies of all priorities learn about output lengths, together."""
 
 
 def make_policy(
-    config: SchedulerSection, times: IterationTimes, max_model_len: int, kv_tokens: int
+    config: SchedulerSection,
+    times: IterationTimes,
+    max_model_len: int,
+    kv_tokens: int,
+    weights: Mapping[str, float] | None = _NO_WEIGHTS,
 ) -> Policy:
-    """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO.
+    """The policy that ``config.policy`` names, one for each tenant of each priority in use.
+
+    Derived values come from ``times`` and the SLO.
 
     Args:
         max_model_len, kv_tokens: as in ``PolicyContext``.
+        weights: of tenants, as for ``FairShares``. None: tenants do not count.
 
     Raises:
         ConfigError: the policy cannot be loaded.
     """
     limits = batch_limits(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
-    context = PolicyContext(config, limits, times, max_model_len, kv_tokens)
-    return load_policy(config.policy).from_config(context)
+    capacity = Capacity(limits.max_seqs, kv_tokens)
+    learned = LearnedLengths(max_model_len, config.objective, capacity)
+    context = PolicyContext(config, limits, times, max_model_len, kv_tokens, learned)
+    policy_class = load_policy(config.policy)
+    across = None
+    if config.priority_starvation_ms is not None:
+        starvation_s = config.priority_starvation_ms / 1e3
+        across = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
+
+    def for_a_tenant() -> Policy:
+        return policy_class.from_config(context)
+
+    def for_a_priority() -> Policy:
+        if weights is None:
+            return for_a_tenant()
+        return FairShares(for_a_tenant, times, weights, max_model_len)
+
+    return PriorityClasses(for_a_priority, across)

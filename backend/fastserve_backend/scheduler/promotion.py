@@ -75,6 +75,9 @@ class Promotion:
         self.starvation_s = starvation_s
         self._token_s = token_s
         self._next_turn_s = 0.0  # when the next turn may begin
+        self.share = 1.0
+        """Of the usual turns and of their time, the part that turns may have. The bound holds with
+        11 replaced by ``1 + 10 / share``."""
         self.num_turns = 1
         self.num_promotions = 0
         # A job that has run moves to the end, so the first job has waited longest. A job that
@@ -91,7 +94,7 @@ class Promotion:
 
     def on_iteration_finished(self, jobs: Sequence[Job], now: float) -> None:
         """These jobs ran in an iteration. They wait from now on."""
-        self.num_turns = max(1, int(len(jobs) * _BATCH_SHARE))
+        self.num_turns = max(1, int(len(jobs) * _BATCH_SHARE * self.share))
         waiting, turns = self._waiting, self._turns
         for job in jobs:  # hundreds, so this loop calls no ``start_waiting``
             if job.number not in turns:
@@ -105,6 +108,11 @@ class Promotion:
 
     def has_turn(self, job: Job) -> bool:
         return job.number in self._turns
+
+    @property
+    def jobs_with_turns(self) -> list[Job]:
+        """In the order in which their turns began."""
+        return [turn.job for turn in self._turns.values()]
 
     def turn_number(self, job: Job) -> int:
         """The number of the job's turn. Later turns have higher numbers. The job must have one."""
@@ -159,7 +167,8 @@ class Promotion:
             if number in in_flight:
                 continue
             self.num_promotions += 1
-            self._next_turn_s = max(now, self._next_turn_s) + self._token_s(job) / _TIME_SHARE
+            time_share = _TIME_SHARE * self.share
+            self._next_turn_s = max(now, self._next_turn_s) + self._token_s(job) / time_share
             ends_s = now + (self.starvation_s if job.num_outputs else 0.0)
             self._turns[number] = _Turn(job, self.num_promotions, since_s, ends_s, job.num_outputs)
             begun.append(job)

@@ -41,6 +41,9 @@ BUILT_IN_POLICIES = {
     "gittins": BuiltInPolicy(
         "gittins:Gittins", "Shortest expected remaining time, by the lengths of jobs that ended."
     ),
+    "slo": BuiltInPolicy(
+        "slo:SLO", "Jobs that need a token now to meet their objectives; else as gittins."
+    ),
     "skip_join_mlfq": BuiltInPolicy(
         "skip_join_mlfq:SkipJoinMLFQ", "FastServe: a job joins the queue that its prefill fits."
     ),

@@ -20,9 +20,10 @@ _FIRST_TOKEN_SLOS = 10
 class SarathiEDF(KeyedPolicy):
     """The job whose next token is due first runs first.
 
-    A job's first token is due ``first_token_s`` after its arrival, and each further token
-    ``token_s`` later. A job that misses its deadlines comes first, and stays late. So beyond
-    capacity this policy serves jobs that are already late.
+    A job's first token is due by its objective after its arrival, and each further token by its
+    objective later. A job without an objective has ``first_token_s`` or ``token_s`` instead. A job
+    that misses its deadlines comes first, and stays late. So beyond capacity this policy serves
+    jobs that are already late.
     """
 
     name = "sarathi_edf"
@@ -39,8 +40,10 @@ class SarathiEDF(KeyedPolicy):
         return cls(context.limits, first_token_s=_FIRST_TOKEN_SLOS * slo_s, token_s=slo_s)
 
     def key(self, job: Job) -> float:
-        due_s = self._first_token_s + job.num_outputs * self._token_s
-        return self._arrived_s[job.number] + due_s
+        ttft_s, tpot_s = job.service.ttft_slo_s, job.service.tpot_slo_s
+        first_token_s = self._first_token_s if ttft_s is None else ttft_s
+        token_s = self._token_s if tpot_s is None else tpot_s
+        return self._arrived_s[job.number] + first_token_s + job.num_outputs * token_s
 
     def add(self, job: Job, now: float) -> None:
         self._arrived_s[job.number] = now

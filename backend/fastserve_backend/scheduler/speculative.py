@@ -118,6 +118,12 @@ class Speculative:
             self._queued_first,
         )
 
+    def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
+        return self.limits.for_load(num_prompts, num_decodes)
+
+    def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
+        pass
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         queued = []
         for one in ran:

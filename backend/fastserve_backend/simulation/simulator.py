@@ -14,7 +14,7 @@ from fastserve_bench.workload import TraceJob
 from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import NewToken, OnJobEnd
 from fastserve_backend.engine.loop_setup import KVMemory, LoopSetup, MakePolicy
-from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import LatencyModel
@@ -89,7 +89,7 @@ def simulate(
         policy_of=policy_of,
         check_integrity=check_integrity,
     )
-    jobs = [_job(number, traced) for number, traced in enumerate(trace)]
+    jobs = [_job(number, traced, scheduler) for number, traced in enumerate(trace)]
     arrivals = deque(jobs)
     while arrivals or not loop.is_idle:
         while arrivals and arrivals[0].arrival_s <= clock.now():
@@ -103,7 +103,7 @@ def simulate(
         else:
             loop.run_cycle()
     return Simulation(
-        [_record(job, latency) for job in jobs],
+        [_record(*one, latency) for one in zip(jobs, trace, strict=True)],
         counters,
         loop.policy.describe(),
         clock.now(),
@@ -159,17 +159,20 @@ def _without_prefixes(kv_cache: KVCacheSection) -> KVCacheSection:
     return kv_cache.model_copy(update={"prefix_caching": False})
 
 
-def _job(number: int, traced: TraceJob) -> Job:
+def _job(number: int, traced: TraceJob, scheduler: SchedulerSection) -> Job:
+    wanted = traced.service
+    service = ServiceLevel(wanted.priority, wanted.ttft_slo_s, wanted.tpot_slo_s, wanted.tenant)
     return Job(
         id=str(number),
         number=number,
         prompt_ids=array("i", bytes(4 * traced.prompt_tokens)),
         params=SamplingParams(max_tokens=traced.output_tokens, temperature=0, ignore_eos=True),
         arrival_s=traced.arrival_s,
+        service=service.with_default_objectives(scheduler.ttft_slo_ms, scheduler.tpot_slo_ms),
     )
 
 
-def _record(job: Job, latency: LatencyModel) -> JobRecord:
+def _record(job: Job, traced: TraceJob, latency: LatencyModel) -> JobRecord:
     assert job.first_scheduled_s is not None
     assert job.first_token_s is not None
     assert job.last_token_s is not None
@@ -184,6 +187,7 @@ def _record(job: Job, latency: LatencyModel) -> JobRecord:
         executed_s=job.executed_s,
         swap_stall_s=job.swap_stall_s,
         alone_s=_alone_s(len(job.prompt_ids), len(job.output_ids), latency),
+        service=traced.service,
     )
 
 

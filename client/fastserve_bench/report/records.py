@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastserve_bench.workload.service_class import NO_CLASS, ServiceClass
+
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
@@ -29,6 +31,7 @@ class JobRecord:
     """Time in which it did not run because its KV was not on the device."""
     alone_s: float | None = None
     """Its latency on an idle system."""
+    service: ServiceClass = NO_CLASS
 
     def __post_init__(self) -> None:
         scheduled_s = self.arrival_s if self.first_scheduled_s is None else self.first_scheduled_s

@@ -18,6 +18,7 @@ from fastserve_bench.workload.lengths import (
     scale_lengths,
     scale_ratio,
 )
+from fastserve_bench.workload.service_class import NO_CLASS, ServiceClass
 from fastserve_bench.workload.spec import Workload
 from fastserve_bench.workload.text_files import estimate_tokens
 from fastserve_bench.workload.trace import (
@@ -31,6 +32,8 @@ from fastserve_bench.workload.trace import (
 __all__ = [
     "TraceJob",
     "Workload",
+    "ServiceClass",
+    "NO_CLASS",
     "Lengths",
     "LengthLimits",
     "AUTHORS_LIMITS",

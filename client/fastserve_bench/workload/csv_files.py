@@ -8,10 +8,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from fastserve_client.errors import WorkloadError
+
+from fastserve_bench.workload.service_class import class_of
 
 _PLAIN_COLUMNS = ("prompt_tokens", "output_tokens")
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -19,10 +21,13 @@ _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
-def read_csv_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[float] | None]:
-    """The jobs of a file's ``text``, and their timestamps in seconds if it has some.
+def read_csv_lengths(
+    path: str, text: str
+) -> tuple[list[tuple[int, int]], list[float] | None, list[str] | None]:
+    """Lengths of the jobs of a file's ``text``, timestamps in seconds, and names of classes.
 
-    Jobs of a trace that generated nothing are left out.
+    A file without timestamps, or without the column ``class``, has ``None`` for them. Jobs of a
+    trace that generated nothing are left out.
 
     Args:
         path: For messages.
@@ -32,34 +37,41 @@ def read_csv_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[
     """
     reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
     columns = _header(path, reader)
+    lengths: list[tuple[int, int]] = []
+    classes: list[str] | None = [] if "class" in columns else None
+
+    def add(place: str, row: Mapping[str, str | None], prompt: int, output: int) -> None:
+        lengths.append((prompt, output))
+        if classes is not None:
+            classes.append(class_of(place, row))
+
     if set(_PLAIN_COLUMNS) <= set(columns):
-        lengths = [
-            (_tokens(place, row, "prompt_tokens", 1), _tokens(place, row, "output_tokens", 1))
-            for place, row in _rows(path, reader)
-        ]
-        return lengths, None
+        for place, row in _rows(path, reader):
+            prompt = _tokens(place, row, "prompt_tokens", 1)
+            add(place, row, prompt, _tokens(place, row, "output_tokens", 1))
+        return lengths, None, classes
     if set(_AZURE_COLUMNS) <= set(columns):
-        lengths, times_ns = [], []
+        times_ns = []
         for place, row in _rows(path, reader):
             time_ns = _timestamp_ns(place, row["TIMESTAMP"])
             prompt = _tokens(place, row, "ContextTokens", 0)
             output = _tokens(place, row, "GeneratedTokens", 0)
             if prompt and output:
-                lengths.append((prompt, output))
+                add(place, row, prompt, output)
                 times_ns.append(time_ns)
         # As seconds since the epoch, a double would lose the last digits.
         first_ns = min(times_ns, default=0)
-        return lengths, [(time_ns - first_ns) / 1e9 for time_ns in times_ns]
+        return lengths, [(time_ns - first_ns) / 1e9 for time_ns in times_ns], classes
     if set(_BURSTGPT_COLUMNS) <= set(columns):
-        lengths, timestamps_s = [], []
+        timestamps_s = []
         for place, row in _rows(path, reader):
             time_s = _seconds(place, row["Timestamp"])
             prompt = _tokens(place, row, "Request tokens", 0)
             output = _tokens(place, row, "Response tokens", 0)
             if prompt and output:
-                lengths.append((prompt, output))
+                add(place, row, prompt, output)
                 timestamps_s.append(time_s)
-        return lengths, timestamps_s
+        return lengths, timestamps_s, classes
     headers = " or ".join(
         ",".join(columns) for columns in (_PLAIN_COLUMNS, _AZURE_COLUMNS, _BURSTGPT_COLUMNS)
     )

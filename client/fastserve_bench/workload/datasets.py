@@ -22,17 +22,20 @@ _ALLOWED = f"{', '.join((*SYNTHETIC_DATASETS, *MIXES))}, equal:PROMPT:OUTPUT or 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """The jobs of a data set: lengths, and texts or timestamps if it has them."""
+    """The jobs of a data set: lengths, and texts, timestamps or classes if it has them."""
 
     lengths: Lengths
     timestamps_s: Sequence[float] | None = None
     prompts: Sequence[str] | None = None
+    classes: Sequence[str] | None = None
+    """Names, which are empty for jobs without a class."""
 
     def only(self, kept: Sequence[int]) -> Jobs:
         return Jobs(
             [self.lengths[i] for i in kept],
             None if self.timestamps_s is None else [self.timestamps_s[i] for i in kept],
             None if self.prompts is None else [self.prompts[i] for i in kept],
+            None if self.classes is None else [self.classes[i] for i in kept],
         )
 
 
@@ -91,11 +94,13 @@ def _load_all(dataset: str) -> Jobs:
     if not text:
         raise WorkloadError(f"{dataset}: got an empty file; must hold at least one job")
     if is_mooncake(text):
-        return Jobs(*read_mooncake(dataset, text))
+        lengths, timestamps_s, classes = read_mooncake(dataset, text)
+        return Jobs(lengths, timestamps_s, classes=classes)
     if text.lstrip().startswith(("[", "{")):
-        lengths, prompts = read_text_lengths(dataset, text)
-        return Jobs(lengths, prompts=prompts)
-    return Jobs(*read_csv_lengths(dataset, text))
+        lengths, prompts, classes = read_text_lengths(dataset, text)
+        return Jobs(lengths, prompts=prompts, classes=classes)
+    lengths, csv_timestamps_s, classes = read_csv_lengths(dataset, text)
+    return Jobs(lengths, csv_timestamps_s, classes=classes)
 
 
 def _read(path: str) -> str:

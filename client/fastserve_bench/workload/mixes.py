@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fastserve_bench.workload.arrivals import arrival_times
+from fastserve_bench.workload.service_class import ServiceClass
 from fastserve_bench.workload.synthetic import synthetic_lengths
 from fastserve_bench.workload.trace import TraceJob, merged, poisson_trace
 
@@ -28,6 +31,8 @@ def mixed_trace(
 ) -> list[TraceJob]:
     """A trace of one of ``MIXES``, with ``rate`` jobs per second in the long run.
 
+    The jobs of ``batch-beside-chat`` have the classes ``batch`` and ``chat``.
+
     Args:
         in_bursts: true makes conversations, or chat jobs, begin in bursts.
     """
@@ -39,10 +44,15 @@ def mixed_trace(
         synthetic_lengths("chat"), rate * num_chat / num_jobs, num_chat, seed, in_bursts=in_bursts
     )
     batch = [
-        TraceJob(0.0, job.prompt_tokens, min(1024, _BATCH_ANSWERS * job.output_tokens))
+        TraceJob(
+            0.0,
+            job.prompt_tokens,
+            min(1024, _BATCH_ANSWERS * job.output_tokens),
+            service=ServiceClass("batch"),
+        )
         for job in poisson_trace(synthetic_lengths("chat"), 1.0, num_batch, seed + 1)
     ]
-    return merged(batch, chat)[:num_jobs]
+    return merged(batch, [replace(job, service=ServiceClass("chat")) for job in chat])[:num_jobs]
 
 
 def _agents(rate: float, num_jobs: int, seed: int, in_bursts: bool) -> list[TraceJob]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from fastserve_client.errors import WorkloadError
 
+from fastserve_bench.workload.service_class import class_of
+
 _KEYS = ("timestamp", "input_length", "output_length")
 
 
@@ -16,8 +18,12 @@ def is_mooncake(text: str) -> bool:
     return first.startswith("{") and all(f'"{key}"' in first for key in _KEYS)
 
 
-def read_mooncake(path: str, text: str) -> tuple[list[tuple[int, int]], list[float]]:
-    """Lengths, and timestamps in seconds. Jobs that generated nothing are left out.
+def read_mooncake(
+    path: str, text: str
+) -> tuple[list[tuple[int, int]], list[float], list[str] | None]:
+    """Lengths, timestamps in seconds, and names of classes if a record has the key ``class``.
+
+    Jobs that generated nothing are left out.
 
     Args:
         path: For messages.
@@ -25,7 +31,7 @@ def read_mooncake(path: str, text: str) -> tuple[list[tuple[int, int]], list[flo
     Raises:
         WorkloadError: a line that lacks something.
     """
-    lengths, timestamps_s = [], []
+    lengths, timestamps_s, classes = [], [], []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -33,7 +39,8 @@ def read_mooncake(path: str, text: str) -> tuple[list[tuple[int, int]], list[flo
         if record["input_length"] and record["output_length"]:
             lengths.append((record["input_length"], record["output_length"]))
             timestamps_s.append(record["timestamp"] / 1e3)
-    return lengths, timestamps_s
+            classes.append(class_of(f"{path}:{number}", record))
+    return lengths, timestamps_s, classes if any(classes) else None
 
 
 def _record(place: str, line: str) -> dict[str, Any]:

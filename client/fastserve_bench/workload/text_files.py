@@ -13,6 +13,8 @@ from typing import Any
 
 from fastserve_client.errors import WorkloadError
 
+from fastserve_bench.workload.service_class import class_of
+
 
 def estimate_tokens(text: str) -> int:
     """An estimate without a tokenizer: one token per 4 UTF-8 bytes, rounded up, at least 1.
@@ -23,20 +25,25 @@ def estimate_tokens(text: str) -> int:
     return max(1, -(-len(text.encode()) // 4))
 
 
-def read_text_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[str]]:
-    """The lengths and prompts of the jobs of a file's ``text``. ``path`` is for messages.
+def read_text_lengths(
+    path: str, text: str
+) -> tuple[list[tuple[int, int]], list[str], list[str] | None]:
+    """Lengths and prompts of the jobs of a file's ``text``. ``path`` is for messages.
+
+    The third result has the names of classes if a record has the key ``class``.
 
     Raises:
         WorkloadError: another format, or a record that lacks something.
     """
     exchanges = [
-        (_valid(prompt), _valid(output))
+        (_valid(prompt), _valid(output), class_of(place, record))
         for place, record in _records(path, text)
         for prompt, output in _exchanges(place, record)
         if prompt and output
     ]
-    lengths = [(estimate_tokens(a), estimate_tokens(b)) for a, b in exchanges]
-    return lengths, [prompt for prompt, _ in exchanges]
+    lengths = [(estimate_tokens(a), estimate_tokens(b)) for a, b, _ in exchanges]
+    classes = [name for _, _, name in exchanges]
+    return lengths, [prompt for prompt, _, _ in exchanges], classes if any(classes) else None
 
 
 def _records(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from fastserve_client.errors import WorkloadError
 
 from fastserve_bench.workload.arrivals import arrival_times
 from fastserve_bench.workload.lengths import Lengths
+from fastserve_bench.workload.service_class import NO_CLASS, ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class TraceJob:
     """Exact number of tokens to generate: the load test forces this length (FastServe §6.1)."""
     prompt: str | None = None
     """The prompt's text, if the data set has texts."""
+    service: ServiceClass = NO_CLASS
 
 
 def poisson_trace(
@@ -33,6 +35,7 @@ def poisson_trace(
     seed: int,
     prompts: Sequence[str] | None = None,
     *,
+    classes: Sequence[str] | None = None,
     in_bursts: bool = False,
 ) -> list[TraceJob]:
     """Draws jobs from ``lengths`` with replacement. They arrive as a Poisson process, or in bursts.
@@ -44,6 +47,7 @@ def poisson_trace(
         rate: Jobs per second, > 0.
         seed: At least 0.
         prompts: The text of each prompt, in the order of ``lengths``.
+        classes: The name of each job's class, in the same order. An empty name is no class.
 
     Raises:
         WorkloadError: no lengths, or a number out of its range.
@@ -60,14 +64,19 @@ def poisson_trace(
     arrivals_s = arrival_times(gaps, rate, in_bursts=in_bursts)
     drawn = job_rng.integers(len(lengths), size=num_jobs)
     texts = [None] * len(lengths) if prompts is None else prompts
+    services = _services(classes, len(lengths))
     return [
-        TraceJob(arrival_s, lengths[index][0], lengths[index][1], texts[index])
+        TraceJob(arrival_s, lengths[index][0], lengths[index][1], texts[index], services[index])
         for arrival_s, index in zip(arrivals_s, drawn.tolist(), strict=True)
     ]
 
 
 def timestamp_trace(
-    timestamps_s: Sequence[float], lengths: Lengths, rate: float | None, num_jobs: int
+    timestamps_s: Sequence[float],
+    lengths: Lengths,
+    rate: float | None,
+    num_jobs: int,
+    classes: Sequence[str] | None = None,
 ) -> list[TraceJob]:
     """Jobs with recorded gaps between arrivals. The first arrives at 0.
 
@@ -76,6 +85,7 @@ def timestamp_trace(
         lengths: At least one.
         rate: Scales all gaps so that their mean is ``1 / rate`` seconds. ``None``: no scaling.
         num_jobs: Takes so many jobs, the earliest ones.
+        classes: See :func:`poisson_trace`.
 
     Raises:
         WorkloadError: a number out of its range, or a rate for timestamps without a mean gap.
@@ -92,7 +102,11 @@ def timestamp_trace(
                 "needs two timestamps that differ"
             )
         scale = (len(order) - 1) / (last_s - first_s) / rate
-    return [TraceJob((timestamps_s[i] - first_s) * scale, *lengths[i]) for i in order]
+    services = _services(classes, len(lengths))
+    return [
+        TraceJob((timestamps_s[i] - first_s) * scale, *lengths[i], service=services[i])
+        for i in order
+    ]
 
 
 def merged(*traces: Sequence[TraceJob]) -> list[TraceJob]:
@@ -120,6 +134,13 @@ def check_trace_fits(
                 f"trace: got job {number} with {job.prompt_tokens} prompt + {job.output_tokens} "
                 f"output tokens; must be at most {max_tokens} together ({limited_by})"
             )
+
+
+def _services(classes: Sequence[str] | None, num_jobs: int) -> Sequence[ServiceClass]:
+    if classes is None:
+        return [NO_CLASS] * num_jobs
+    by_name = {name: ServiceClass(name) for name in set(classes)}
+    return [by_name[name] for name in classes]
 
 
 def _check_num_jobs(num_jobs: int) -> None:

@@ -1,0 +1,60 @@
+"""How urgent a request is, and whose: from its body, its headers and its key."""
+
+from __future__ import annotations
+
+import math
+
+from fastserve_client import protocol
+from fastserve_client.options import ServiceOptions
+from starlette.datastructures import Headers
+
+from fastserve_gateway.auth import Caller
+from fastserve_gateway.errors import ApiError, invalid
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+
+# A header may be long, and a message should not.
+_MAX_SHOWN_CHARS = 40
+
+
+def service_options(
+    body: CompletionRequest | ChatRequest, headers: Headers, caller: Caller
+) -> ServiceOptions:
+    """What the request's jobs ask for. The server checks the ranges of these values.
+
+    Raises:
+        ApiError: an objective is no time, or the request names a tenant although it has a key
+            (400); or its key does not allow the priority (403).
+    """
+    priority, most_urgent = body.wanted_priority, caller.most_urgent_priority
+    if most_urgent is not None:
+        if priority is None:
+            priority = max(0, most_urgent)
+        elif priority < most_urgent:
+            raise ApiError(
+                403,
+                f"{body.priority_field}: got priority {priority}; this key allows {most_urgent} "
+                "and more, which is less urgent",
+                code="priority_not_allowed",
+                param=body.priority_field,
+            )
+    if body.tenant is not None and caller.tenant is not None:
+        raise invalid("tenant", "must be left out; the API key says who the tenant is")
+    return ServiceOptions(
+        priority=priority,
+        ttft_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TTFT_SLO_MS]),
+        tpot_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TPOT_SLO_MS]),
+        tenant=body.tenant if caller.tenant is None else caller.tenant,
+    )
+
+
+def _milliseconds(headers: Headers, name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise invalid(name, f"got {text[:_MAX_SHOWN_CHARS]!r}; must be milliseconds above 0")
+    return value

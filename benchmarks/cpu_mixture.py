@@ -2,11 +2,13 @@
 
     python -m benchmarks.cpu_mixture                  # OLMoE-1B-7B with 4 of its 16 layers
     python -m benchmarks.cpu_mixture --layers 16 --without-transformers
+    python -m benchmarks.cpu_mixture --quantization int4 --without-transformers
 
-Random weights and tokens, bfloat16, contexts of 16 tokens. Figures are medians of the repeats, with
-the least and the most in brackets; the share of memory speed is that of the least. A step at least
-reads all weights that every token uses, and the experts that its tokens choose: their expected
-number, if each token chooses at random.
+Random weights and tokens, bfloat16, contexts of 16 tokens. A step is that of a rank: recorded, as
+in serving, and as Python code. Figures are medians of the repeats, with the least and the most in
+brackets; the share of memory speed is that of the least. A step at least reads all weights that
+every token uses, and the experts that its tokens choose: their expected number, if each token
+chooses at random.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from pathlib import Path
 import torch
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
-from fastserve_backend.models.attention import AttentionBatch, CPUBatch
-from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
+from fastserve_backend.rank_protocol.messages import Step
+from fastserve_backend.worker.kv_store import allocate_kv
+from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.step_inputs import StepLimits
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 MODEL, VOCAB_SIZE, CONTEXT, BLOCK_SIZE = "olmoe-1b-7b", 50304, 16, 16
 BATCHES = (1, 2, 4, 8, 16)
 BANDWIDTH_BYTES = 2**30
 
-console = Console(width=100)
+console = Console(width=120)
 
 
 def main() -> None:
@@ -41,6 +44,7 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=4)
     arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments.add_argument("--repeats", type=int, default=9)
+    arguments.add_argument("--quantization", choices=("int8", "int4"))
     arguments.add_argument("--without-transformers", action="store_true")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
@@ -52,64 +56,64 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(fields))
-        config = load_model_config(directory, load_format="dummy", dtype="bfloat16")
-        model = load_model(config, torch.device("cpu"))
+        config = load_model_config(
+            directory, load_format="dummy", dtype="bfloat16", quantization=options.quantization
+        )
+        device, most = torch.device("cpu"), max(BATCHES)
+        model = load_model(config, device)
+        kv = allocate_kv(config, device, BLOCK_SIZE, most, 0.9)
+        kv.zero_()
+        limits = StepLimits(most, most, config.max_model_len)
+        runners = [
+            ModelRunner(model, config, kv, device, limits, may_record=may_record)
+            for may_record in (True, False)
+        ]
         data = torch.ones(BANDWIDTH_BYTES // 4)
         reads, ours = seconds(data.sum, options.repeats), {}
         for jobs in BATCHES:
-            ours[jobs] = seconds(decode(model, config, jobs), options.repeats)
+            ours[jobs] = [seconds(decode(runner, jobs), options.repeats) for runner in runners]
             reads += seconds(data.sum, options.repeats)  # the machine's speed may have changed
         bandwidth = BANDWIDTH_BYTES / min(reads)
-        del model
+        del model, runners
         theirs: dict[int, list[float]] = {}
         if not options.without_transformers:
             theirs = transformers_seconds(directory, options.repeats)
     console.print(
-        f"{MODEL} with {options.layers} layers: {config.num_parameters / 1e9:.2f} billion "
-        f"parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} "
-        f"threads read {bandwidth / 1e9:.1f} GB/s"
+        f"{MODEL} with {options.layers} layers in {config.weight_format}: "
+        f"{config.num_parameters / 1e9:.2f} billion parameters, "
+        f"{config.num_active_parameters / 1e9:.2f} active; {options.threads} threads "
+        f"read {bandwidth / 1e9:.1f} GB/s"
     )
     table = Table("jobs", "reading the weights, ms", "a step, ms", "share of memory speed")
+    table.add_column("as Python code, ms")
     table.add_column("transformers, ms")
-    for batch, times in ours.items():
+    for batch, (times, python) in ours.items():
         floor_s = bytes_read(config, batch) / bandwidth
         table.add_row(
             str(batch),
             f"{floor_s * 1e3:.1f}",
             summary(times),
             f"{floor_s / min(times):.0%}",
+            summary(python),
             summary(theirs[batch]) if theirs else "",
         )
     console.print(table)
 
 
 def bytes_read(config: ModelConfig, tokens: int) -> float:
-    """Of weights in bfloat16 by a step of so many tokens. Of the input table it reads few rows."""
+    """Of weights by a step of so many tokens. Of the input table it reads few rows."""
     experts = config.num_expert_parameters
     always = config.num_parameters - experts - config.num_head_parameters
-    return 2 * (always + experts * config.share_of_experts_read(tokens))
+    return config.linear_element_bytes * (always + experts * config.share_of_experts_read(tokens))
 
 
-def decode(model: CausalLM, config: ModelConfig, jobs: int) -> Callable[[], object]:
+def decode(runner: ModelRunner, jobs: int) -> Callable[[], object]:
     """A step of one token for each job."""
-    shape = (config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    kv = torch.zeros(jobs, *shape, dtype=torch.bfloat16)
-    number = torch.arange(jobs)
-    group = CPUBatch(
-        num_decodes=jobs,
-        slots=number * BLOCK_SIZE + CONTEXT - 1,
-        block_tables=number.int(),
-        table_starts=number.int(),
-        context_lens=torch.full((jobs,), CONTEXT, dtype=torch.int32),
-        query_starts=torch.zeros(1, dtype=torch.int32),
-    )
-    positions = torch.full((jobs,), CONTEXT - 1)
 
-    @torch.inference_mode()
-    def step() -> Tensor | None:
-        tokens = torch.randint(VOCAB_SIZE, (jobs,))
-        batch = AttentionBatch([group])
-        return model.forward(tokens, positions, batch, kv, sampled=number)
+    def step() -> object:
+        tokens = torch.randint(VOCAB_SIZE, (jobs,)).tolist()
+        rows = [(CONTEXT - 1, [token], range(job, job + 1)) for job, token in enumerate(tokens)]
+        return runner.run(Step.of(0, rows))
 
     return step
 

@@ -12,7 +12,7 @@ Copies to and from the host end two iterations later.
 the strategy proactive. "Unlimited" is memory for all. Prompt and output lengths are drawn from a
 long-tailed distribution with a fixed seed. Seven of eight outputs are predicted, typically wrong by
 a factor of 1.6. Every second job has latency objectives. With "long prompts" all are so long that a
-few fill an iteration. With priorities, each job has one of five at random.
+few fill an iteration. With priorities or tenants, each job has one of them at random.
 
 Each figure is the median decision in milliseconds, with the 99th percentile in brackets. It is
 processor time, so that a busy machine does not count as a slow decision.
@@ -78,11 +78,13 @@ class Load:
     prompt_tokens: int | None = None
     """Of every job; None: drawn."""
     priorities: tuple[int, ...] = (0,)
+    num_tenants: int = 1
 
     def __str__(self) -> str:
         long = "" if self.prompt_tokens is None else ", long prompts"
         several = f", {len(self.priorities)} priorities" if len(self.priorities) > 1 else ""
-        return f"{self.num_waiting:,} waiting{long}{several}"
+        tenants = f", {self.num_tenants:,} tenants" if self.num_tenants > 1 else ""
+        return f"{self.num_waiting:,} waiting{long}{several}{tenants}"
 
 
 LOADS = (
@@ -91,6 +93,7 @@ LOADS = (
     Load(10_000),
     Load(10_000, prompt_tokens=LONG_PROMPT),
     Load(10_000, priorities=(-2, -1, 0, 1, 2)),
+    Load(10_000, num_tenants=1000),
 )
 
 
@@ -98,9 +101,9 @@ class Decisions:
     """One policy with a constant number of waiting jobs."""
 
     def __init__(self, name: str, seats: int, load: Load, is_short: bool) -> None:
-        self._prompt_tokens, self._priorities = load.prompt_tokens, load.priorities
+        self._load = load
         self._rng = random.Random(0)
-        self._priority_rng = random.Random(1)  # of its own, so that all loads have the same lengths
+        self._service_rng = random.Random(1)  # of its own, so that all loads have the same lengths
         self._now_s = 0.0
         self._num_jobs = 0
         self._decision = 0
@@ -165,16 +168,18 @@ class Decisions:
     def _new_job(self) -> Job:
         output_tokens = self._length(LONGEST_OUTPUT)
         predicted = round(output_tokens * self._rng.lognormvariate(0.0, PREDICTION_ERROR))
+        prompt_tokens = self._load.prompt_tokens or self._length(LONGEST_PROMPT)
         job = Job(
             id=str(self._num_jobs),
             number=self._num_jobs,
-            prompt_ids=array("i", bytes(4 * (self._prompt_tokens or self._length(LONGEST_PROMPT)))),
+            prompt_ids=array("i", bytes(4 * prompt_tokens)),
             params=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
             arrival_s=self._now_s,
             service=ServiceLevel(
-                self._priority_rng.choice(self._priorities),
+                priority=self._service_rng.choice(self._load.priorities),
                 ttft_slo_s=TTFT_SLO_S if self._num_jobs % 2 else None,
                 tpot_slo_s=TPOT_SLO_S if self._num_jobs % 2 else None,
+                tenant=str(self._service_rng.randrange(self._load.num_tenants)),
             ),
             predicted_tokens=predicted if self._num_jobs % 8 else None,
         )

@@ -27,8 +27,6 @@ from fastserve_bench.connection import Request, TimedAnswer, without_credentials
 from fastserve_bench.workload.service_class import ServiceClass
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-SLO_HEADERS = {protocol.TTFT_SLO_MS: "x-slo-ttft-ms", protocol.TPOT_SLO_MS: "x-slo-tpot-ms"}
-"""Headers of the gateway for objectives, by the names of the fields."""
 _CHECK_TIMEOUT_S = 10.0
 # A message should be short, but some servers answer errors with whole pages.
 _MAX_REASON_CHARS = 200
@@ -137,7 +135,9 @@ def _apply_class(service: ServiceClass, body: dict[str, Any]) -> dict[str, str]:
     """
     fields = service.fields
     headers = {
-        header: f"{fields[name]:.15g}" for name, header in SLO_HEADERS.items() if name in fields
+        header: f"{fields[name]:.15g}"
+        for name, header in protocol.SLO_HEADERS.items()
+        if name in fields
     }
     if protocol.PRIORITY in fields:
         body[protocol.PRIORITY] = fields[protocol.PRIORITY]

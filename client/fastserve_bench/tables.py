@@ -19,6 +19,7 @@ _CAPTION = (
     "done: jobs/s that finished; SLO met: share of all jobs sent; sent late: P99 of the time from "
     "a job's arrival to its sending."
 )
+_PERCENTILES = ("P50", "P95", "P99")
 _GROUPS_CAPTION = (
     "Milliseconds, all repeats together. kept: share of the jobs sent with this objective; good: "
     "finished jobs that kept all their objectives."
@@ -125,9 +126,6 @@ def _groups_table(
     if kind == "tenant":
         headers.append("Jain's\nindex")
     return labelled_table(headers, rows, caption=_GROUPS_CAPTION)
-
-
-_PERCENTILES = ("P50", "P95", "P99")
 
 
 def _percentiles_ms(times_s: Distribution | None) -> Sequence[float | None]:

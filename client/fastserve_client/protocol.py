@@ -63,6 +63,8 @@ TPOT_SLO_MS: Final = "tpot_slo_ms"
 """Wanted time for each later token; without it, the server's."""
 TENANT: Final = "tenant"
 """For whom the request runs."""
+SLO_HEADERS: Final = {TTFT_SLO_MS: "x-slo-ttft-ms", TPOT_SLO_MS: "x-slo-tpot-ms"}
+"""The gateway's HTTP headers for objectives."""
 RETURN_FINISH_REASON: Final = "return_finish_reason"
 RETURN_NUM_INPUT_TOKENS: Final = "return_num_input_tokens"
 RETURN_NUM_CACHED_TOKENS: Final = "return_num_cached_tokens"

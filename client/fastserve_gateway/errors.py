@@ -27,10 +27,6 @@ RETRY_AFTER_S = 1
 """Under load a job ends, and frees a place in the queue, about once in this time."""
 
 
-SLO_HEADERS = {protocol.TTFT_SLO_MS: "x-slo-ttft-ms", protocol.TPOT_SLO_MS: "x-slo-tpot-ms"}
-"""Headers of a request's objectives, by the server's fields."""
-
-
 class ApiError(Exception):
     """An answer instead of a result.
 
@@ -79,7 +75,7 @@ _FIELDS = {
     protocol.TEXT_INPUT: "prompt",
     protocol.INPUT_IDS: "prompt",
     protocol.STOP_WORDS: "stop",
-    **SLO_HEADERS,
+    **protocol.SLO_HEADERS,
 }
 
 

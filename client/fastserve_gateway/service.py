@@ -9,8 +9,11 @@ from fastserve_client.options import ServiceOptions
 from starlette.datastructures import Headers
 
 from fastserve_gateway.auth import Caller
-from fastserve_gateway.errors import SLO_HEADERS, ApiError, invalid
+from fastserve_gateway.errors import ApiError, invalid
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+
+# A header may be long, and a message should not.
+_MAX_SHOWN_CHARS = 40
 
 
 def service_options(
@@ -38,8 +41,8 @@ def service_options(
         raise invalid("tenant", "must be left out; the API key says who the tenant is")
     return ServiceOptions(
         priority=priority,
-        ttft_slo_ms=_milliseconds(headers, SLO_HEADERS[protocol.TTFT_SLO_MS]),
-        tpot_slo_ms=_milliseconds(headers, SLO_HEADERS[protocol.TPOT_SLO_MS]),
+        ttft_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TTFT_SLO_MS]),
+        tpot_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TPOT_SLO_MS]),
         tenant=body.tenant if caller.tenant is None else caller.tenant,
     )
 
@@ -55,7 +58,3 @@ def _milliseconds(headers: Headers, name: str) -> float | None:
     if not 0 < value < math.inf:
         raise invalid(name, f"got {text[:_MAX_SHOWN_CHARS]!r}; must be milliseconds above 0")
     return value
-
-
-# A header may be long, and a message should not.
-_MAX_SHOWN_CHARS = 40

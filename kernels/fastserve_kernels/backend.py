@@ -95,7 +95,12 @@ def kernels_for(tensor: Tensor) -> CompiledKernels | ModuleType:
 
 def compiled_for(tensor: Tensor) -> CompiledKernels | None:
     """The compiled kernels if they support this tensor's device and dtype, else None."""
-    if not tensor.is_cpu or tensor.dtype not in COMPILED_DTYPES:
+    return compiled_on(tensor.device) if tensor.dtype in COMPILED_DTYPES else None
+
+
+def compiled_on(device: torch.device) -> CompiledKernels | None:
+    """The same for tensors whose dtype is always the same."""
+    if device.type != "cpu":
         return None
     cpu_backend()
     return _State.kernels

@@ -37,6 +37,7 @@ from fastserve_kernels.activations import Activation
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.backend import (
     compiled_for,
+    compiled_on,
     cpu_backend,
     kernels_for,
     set_cpu_backend,
@@ -65,6 +66,7 @@ __all__ = [
     "add_rms_norm",
     "argmax_rows",
     "call_on_rows",
+    "choose",
     "clamp_",
     "clamped_swiglu",
     "cpu_backend",
@@ -79,6 +81,7 @@ __all__ = [
     "rope_kv_write",
     "rotate",
     "scale_",
+    "scale_by_sigmoid_",
     "scale_rows_",
     "silu_mul",
     "set_cpu_backend",
@@ -234,6 +237,15 @@ def scale_rows_(x: Tensor, factors: Tensor) -> Tensor:
     return (compiled_for(x) or plain_torch).scale_rows_(x, factors)
 
 
+def scale_by_sigmoid_(x: Tensor, gates: Tensor) -> Tensor:
+    """Multiply each row of x [T, n], rows contiguous, by the logistic function of its gate, in fp32
+    and in place. Returns x.
+
+    gates: [T, 1] of x's dtype.
+    """
+    return (compiled_for(x) or plain_torch).scale_by_sigmoid_(x, gates)
+
+
 def clamp_(x: Tensor, limit: float) -> Tensor:
     """Limit x [T, n], rows contiguous, to -limit .. limit, in place. A NaN stays one. Returns x."""
     return (compiled_for(x) or plain_torch).clamp_(x, limit)
@@ -352,6 +364,19 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     return kernels_for(x).clamped_swiglu(x, alpha, limit)
 
 
+def choose(scores: Tensor, choices: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
+    """For each token the experts with the highest scores, and their weights in the sum.
+
+    scores: [T, experts], rows contiguous.
+    choices: for each token, at most the number of experts.
+    renormalises: whether weights are the softmax of the chosen scores, or parts of that of all.
+
+    Returns two contiguous tensors [T, choices], the highest score first: weights, float32, and the
+    experts' numbers, int64.
+    """
+    return (compiled_for(scores) or plain_torch).choose(scores, choices, renormalises=renormalises)
+
+
 def sort_choices(experts: Tensor, first: int, count: int) -> Routes:
     """Sort the tokens' choices by expert, those of one expert by token.
 
@@ -362,8 +387,7 @@ def sort_choices(experts: Tensor, first: int, count: int) -> Routes:
         from fastserve_kernels.gpu import kernels
 
         return kernels.sort_choices(experts, first, count)
-    on_cpu = compiled_for(experts.new_empty(0, dtype=torch.float32))
-    return (on_cpu or plain_torch).sort_choices(experts, first, count)
+    return (compiled_on(experts.device) or plain_torch).sort_choices(experts, first, count)
 
 
 def sum_choices(y: Tensor, weights: Tensor, routes: Routes) -> Tensor:

@@ -22,12 +22,14 @@ class QuantizedLinear:
     be in different formats, or not quantized.
 
     Each weight is widened to x's dtype, rounded as `QuantizedWeight.dequantized` rounds it, and
-    then multiplied. So results are those of a `PackedLinear` with the dequantized weights.
+    then multiplied. So results are those of a `PackedLinear` with the dequantized weights, unless
+    `rounds_rows`.
 
     `path` tells what runs:
 
     - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Weights keep their few bits
-      in memory. Results are those of `PackedLinear` bit for bit, at any number of rows.
+      in memory. Results are those of `PackedLinear` bit for bit, at any number of rows, unless
+      `rounds_rows`.
     - "triton": a kernel in the Triton language, on a GPU. Weights take 4 or 8 bits, and what groups
       of them share. For many rows they are dequantized in each call.
     - "torch": everywhere else, the weights are dequantized here, and take the memory that this
@@ -55,6 +57,10 @@ class QuantizedLinear:
         self.in_features = weights[0].shape[1]
         self.nbytes: int
         """Memory of the weights, in bytes."""
+        self.rounds_rows = False
+        """Whether rows of x are rounded to 8 bits, with a scale for each 32 neighbours, and then
+        multiplied with exact weights. A CPU with VNNI, and without AMX, does so for bfloat16, if no
+        weight is plain or FP8, and groups have 16 columns, a multiple of 32, or all."""
         self._apply: Callable[[Tensor], Tensor]
         self._rows: Callable[[Tensor, int | None], Tensor]
         if uses_triton(device):
@@ -91,6 +97,7 @@ class QuantizedLinear:
     ) -> None:
         panels = pack(kernels, weights, dtype)
         self.nbytes = panels.nbytes
+        self.rounds_rows = kernels.rounds_rows(panels.pieces, self.in_features, dtype)
 
         def apply(x: Tensor) -> Tensor:
             if x.stride(1) != 1:

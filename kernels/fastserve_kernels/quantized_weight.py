@@ -5,6 +5,7 @@ Each format (GGUF's Q4_1, AWQ, FP8 …) is read into this one form. So kernels n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,3 +129,40 @@ class QuantizedWeight:
             offsets=None if self.offsets is None else moved(self.offsets),
             order=None if self.order is None else self.order.to(device),
         )
+
+
+def stacked(
+    weights: Sequence[QuantizedWeight | Tensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The weights, dequantized and one below the other: ``[sum of all out, in]``, rows
+    contiguous."""
+    parts = [
+        one.to(device).dequantized(dtype)
+        if isinstance(one, QuantizedWeight)
+        else one.to(device, dtype)
+        for one in weights
+    ]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole if whole.stride(1) == 1 else whole.contiguous()
+
+
+def rows_in_turns(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The weights' first rows, then their second ones, and so on.
+
+    weights: of one format and shape, without orders.
+    """
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts), dim=1).flatten(0, 1)
+
+    def joined_numbers(parts: Sequence[GroupNumbers]) -> GroupNumbers:
+        steps = [one.steps for one in parts if one.steps is not None]
+        return GroupNumbers(joined([one.values for one in parts]), joined(steps) if steps else None)
+
+    offsets = [one.offsets for one in weights if one.offsets is not None]
+    return replace(
+        weights[0],
+        codes=joined([one.codes for one in weights]),
+        scales=joined_numbers([one.scales for one in weights]),
+        offsets=joined_numbers(offsets) if offsets else None,
+    )

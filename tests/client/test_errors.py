@@ -16,6 +16,9 @@ from fastserve_client.errors import (
     error_from_message,
     error_from_status,
 )
+from fastserve_client.exchange import Exchange
+from fastserve_client.request import InferRequest
+from fastserve_client.retry import RetryPolicy
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,15 @@ def test_the_end_of_a_tenants_refusal_says_when_to_come_back() -> None:
     full = error_from_message("4096 requests are queued already; try again later")
     assert isinstance(full, ServerOverloaded)
     assert full.retry_after_s is None
+
+
+def test_a_retry_waits_as_long_as_the_server_says() -> None:
+    limited = ServerOverloaded("tenant 'b' has used its 5 tokens a minute; try again in 7 s")
+    exchange = Exchange(InferRequest("fastserve", {}), "grpc://h:1", None, RetryPolicy(3))
+    assert exchange.retry_delay_s(ServerUnavailable("the server is shutting down")) == 0.1
+    assert exchange.retry_delay_s(limited) == 7
+    hasty = Exchange(InferRequest("fastserve", {}), "grpc://h:1", 5.0, RetryPolicy(3))
+    assert hasty.retry_delay_s(limited) is None
 
 
 def test_an_error_is_one_line() -> None:

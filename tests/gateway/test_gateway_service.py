@@ -272,15 +272,17 @@ def test_a_tenant_at_its_limit_is_told_when_to_come_back() -> None:
 
 @pytest.fixture(scope="module")
 def limited(
-    tiny_config: EngineConfig, key_file: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
     """A gateway whose server knows the tenants and limits them."""
-    config = tiny_config.with_keys(tenants_file=str(key_file), tenant_tokens_per_minute=60)
     folder = tmp_path_factory.mktemp("limited")
+    file = folder / "keys"
+    file.write_text("chat:3:sk-chat\nops:sk-ops\n", encoding="utf-8")
+    config = tiny_config.with_keys(tenants_file=str(file), tenant_tokens_per_minute=60)
     with (
         running_server(config, folder / "server.log") as server,
         running_gateway(
-            server.endpoints.grpc_url, folder / "gateway.log", "--api-keys-file", str(key_file)
+            server.endpoints.grpc_url, folder / "gateway.log", "--api-keys-file", str(file)
         ) as running,
     ):
         yield running

@@ -1,4 +1,5 @@
-"""Linears with weights of few bits: their results are those of a `PackedLinear`, bit for bit."""
+"""Linears with weights of few bits: their results are those of a `PackedLinear`, bit for bit, or,
+where rows are rounded to 8 bits, those of such rows and exact weights."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ def weight_of(
     def some() -> GroupNumbers:
         if numbers == "steps":
             count = 8 if groups % 8 == 0 else groups
-            values = torch.randint(-32, 64, (out, groups), dtype=torch.int8)
+            # As in Q4_K, whose numbers are from 0 to 63, and in Q6_K.
+            values = (
+                torch.randint(64, (out, groups), dtype=torch.uint8)
+                if has_offsets
+                else torch.randint(-32, 64, (out, groups), dtype=torch.int8)
+            )
             return GroupNumbers(values, torch.rand(out, groups // count).half() / 64)
         return GroupNumbers((torch.randn(out, groups) / 64).to(numbers))
 
@@ -55,6 +61,31 @@ def plain(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> Tensor:
     return weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
+def rounded(x: Tensor) -> Tensor:
+    """Rows [n, in] in 8 bits, float64."""
+    size = x.shape[1]
+    groups = torch.nn.functional.pad(x.float(), (0, -size % 32)).unflatten(1, (-1, 32))
+    most = groups.abs().amax(-1, keepdim=True)
+    # A fused multiply-add does not round the product before it rounds to whole numbers. And torch
+    # takes 127 / most for 127 times a rounded reciprocal.
+    steps = torch.tensor(127.0).div(most)
+    codes = torch.round(groups.double() * steps.double()).where(most > 0, 0.0)
+    return (codes * (most / 127).double()).flatten(1)[:, :size]
+
+
+def check_rounding(
+    linear: ops.QuantizedLinear, weights: list[QuantizedWeight], bias: Tensor, relu: bool, x: Tensor
+) -> None:
+    exact = torch.cat([weight.dequantized(torch.float32) for weight in weights]).double()
+    expected = rounded(x) @ exact.T + bias.double()
+    if relu:
+        expected = expected.relu()
+    terms = x.double().abs() @ exact.abs().T + bias.double().abs()
+    error = (linear(x).double() - expected).abs()
+    # Sums in float32, and a result in bfloat16.
+    assert torch.all(error <= 1e-5 * terms + 2**-8 * expected.abs())
+
+
 def check(
     weights: list[QuantizedWeight | Tensor], dtype: torch.dtype, *, relu: bool = False
 ) -> ops.QuantizedLinear:
@@ -69,7 +100,11 @@ def check(
         x = wide[:, : whole.shape[1]]
         y = linear(x)
         assert y.is_contiguous()
-        assert torch.equal(y, expected(x))
+        if linear.rounds_rows:
+            few_bits = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+            check_rounding(linear, few_bits, bias, relu, x)
+        else:
+            assert torch.equal(y, expected(x))
     ids = torch.randint(0, len(whole), (40,))
     assert torch.equal(linear.rows(ids), whole[ids])
     # As a rank that has some rows of a table.

@@ -10,13 +10,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from gguf_files import F32, VOCAB_SIZE, Arrays, Fields, permute, tokenizer_fields, write_gguf
+from gguf_files import (
+    F32,
+    VOCAB_SIZE,
+    Arrays,
+    Blocks,
+    Fields,
+    permute,
+    tokenizer_fields,
+    write_gguf,
+)
 from paged_executor import POSITIONS
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -71,13 +81,17 @@ class Variant:
         model: PreTrainedModel,
         change: Callable[[Fields, Arrays], None] = lambda fields, arrays: None,
         kind: GGMLQuantizationType = F32,
+        blocks: Mapping[str, Blocks] = MappingProxyType({}),
     ) -> Path:
+        """`kind`, `blocks`: see `write_gguf`."""
         fields = tokenizer_fields()
         own = _common_fields(model.config) | self.fields(model.config)
         fields |= {f"{self.architecture}.{key}": value for key, value in own.items()}
         arrays = self._arrays(model)
         change(fields, arrays)
-        return write_gguf(path, fields, arrays, kind=kind, architecture=self.architecture)
+        return write_gguf(
+            path, fields, arrays, kind=kind, architecture=self.architecture, blocks=blocks
+        )
 
     def _arrays(self, model: PreTrainedModel) -> Arrays:
         config = model.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +43,7 @@ F32 = GGMLQuantizationType.F32
 STEPS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "TQ2_0": (64,),
+    "MXFP4": (), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "TQ2_0": (64,),
 }  # fmt: skip
 
 Fields = dict[str, Any]
@@ -155,22 +156,25 @@ def tensors(model: LlamaForCausalLM) -> Arrays:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix in a type of few bits: bytes, uint8 [rows, n]."""
+    """A matrix, or several, in a type of few bits: bytes, uint8 [..., rows, n]."""
 
     kind: GGMLQuantizationType
     data: np.ndarray
 
     @classmethod
-    def random(cls, kind: str, rows: int, columns: int, *, size: float = 1e-3) -> Blocks:
+    def random(cls, kind: str, *shape: int, size: float = 1e-3) -> Blocks:
         """Any bytes, with steps of about `size`."""
         known = GGMLQuantizationType[kind]
+        rows, columns = math.prod(shape[:-1]), shape[-1]
         rng = np.random.default_rng([known, rows, columns])
         elements, num_bytes = gguf.GGML_QUANT_SIZES[known]
         data = rng.integers(0, 256, (rows, columns // elements, num_bytes), dtype=np.uint8)
         for start in STEPS[kind]:
             steps = rng.normal(0, size, data.shape[:2]).astype(np.float16)
             data[..., start : start + 2] = steps[..., None].view(np.uint8)
-        return cls(known, data.reshape(rows, -1))
+        if kind == "MXFP4":  # an exponent of 2, plus 127
+            data[..., 0] = rng.integers(0, 8, data.shape[:2]) + 124 + round(math.log2(size))
+        return cls(known, data.reshape(*shape[:-1], -1))
 
     def dequantized(self) -> np.ndarray:
         values: np.ndarray = gguf.dequantize(self.data, self.kind)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_checkpoints import FAMILIES
 from divisible_models import ROTARY, saved
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
@@ -92,9 +91,3 @@ def test_widths_that_groups_do_not_divide_are_refused(
     saved(name, tmp_path)
     with pytest.raises(ModelError, match=rf"which do not fit {message}; use quantization int8"):
         DividedModel(int4_config(tmp_path), num_ranks, 1)
-
-
-def test_experts_are_refused(tmp_path: Path) -> None:
-    random_model(FAMILIES["olmoe"].config()).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"mixture of experts.* int4; set quantization to int8"):
-        int4_config(tmp_path)

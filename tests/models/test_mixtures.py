@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from decoder_checkpoints import MIXTURES
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.expert_weights import dequantized
 from fastserve_backend.models.loader import load_model
-from fastserve_kernels.weight_quantization import rounded
+from fastserve_backend.models.mxfp4 import mxfp4_weight
+from fastserve_kernels.weight_quantization import quantize_groups, rounded
 from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, load, prompts
 from rank_threads import DividedModel
 from rotary_checkpoints import random_model
@@ -102,13 +103,14 @@ def test_mxfp4(tensor_size: int, num_stages: int, tmp_path: Path) -> None:
     theirs = saved("gpt_oss", tmp_path, **MULTIPLES_OF_32)
     save_in_mxfp4(theirs, tmp_path)
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    assert config.quantization == "as_stored"
     check_chunked_prompts(DividedModel(config, tensor_size, num_stages), theirs)  # type: ignore[arg-type]
 
 
 def test_every_number_of_mxfp4() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
     scales = torch.arange(120, 136, dtype=torch.uint8).view(1, 16)
-    values = dequantized(blocks, scales).view(16, 16, 2)
+    values = mxfp4_weight(blocks, scales).dequantized(torch.bfloat16).view(16, 16, 2)
     numbers = FP4 + [-one for one in FP4]
     for byte in range(256):
         group, place = divmod(byte, 16)
@@ -136,8 +138,10 @@ def test_other_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-def with_rounded_weights(model: PreTrainedModel, *, is_fused: bool) -> PreTrainedModel:
-    """Rounds linear layers and experts, but not routers, to INT8."""
+def with_rounded_weights(
+    model: PreTrainedModel, *, is_fused: bool, rounded: Callable[[Tensor], Tensor] = rounded
+) -> PreTrainedModel:
+    """Rounds linear layers and experts, but not routers, to INT8 or otherwise."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(rounded(layer.weight.detach()))
@@ -160,6 +164,22 @@ def test_int8(name: str, tensor_size: int, num_stages: int, tmp_path: Path) -> N
         str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
     )
     check_chunked_prompts(DividedModel(config, tensor_size, num_stages), theirs)  # type: ignore[arg-type]
+
+
+def in_int4(weight: Tensor) -> Tensor:
+    group = next(one for one in (64, 32, 16) if weight.shape[1] % one == 0)
+    return quantize_groups(weight, bits=4, group=group).dequantized(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_int4(name: str, tmp_path: Path) -> None:
+    theirs = with_rounded_weights(
+        saved(name, tmp_path), is_fused=name == "gpt_oss", rounded=in_int4
+    )
+    config = load_model_config(
+        str(tmp_path), load_format="auto", dtype="float32", quantization="int4"
+    )
+    check_chunked_prompts(load_model(config, torch.device("cpu")), theirs)
 
 
 def test_more_ranks_than_experts(tmp_path: Path) -> None:

@@ -60,9 +60,13 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
             {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"},
             replace(AWQ, columns=64),
         ),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, GPTQ),
         (
-            {"quant_method": "gptq", "bits": 8, "group_size": -1},
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+            replace(GPTQ, orders_columns=True),
+        ),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True, "static_groups": True}, GPTQ),
+        (
+            {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True},
             replace(GPTQ, bits=8, columns=None),
         ),
         (
@@ -77,6 +81,8 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
         ),
         (compressed(), PACKED),
         (compressed(symmetric=False), replace(PACKED, has_zeros=True)),
+        (compressed(actorder="group"), replace(PACKED, orders_columns=True)),
+        (compressed(actorder="static"), PACKED),
         (compressed(strategy="channel", group_size=None), replace(PACKED, columns=None)),
         (
             compressed(

@@ -13,8 +13,9 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_kernels import ops
+from fastserve_kernels.quantized_weight import QuantizedWeight
 from fastserve_kernels.weight_quantization import rounded
-from paged_executor import check_chunked_prompts, check_prompt, load
+from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, load, prompts
 from quantized_checkpoints import FORMATS, Format, change_config, save_quantized
 from rank_threads import DividedModel
 from rotary_checkpoints import NEOX, random_model
@@ -119,27 +120,74 @@ def test_memory_is_that_of_the_files(tmp_path: Path) -> None:
     assert config.weight_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
-@pytest.mark.parametrize("name", ["awq_32", "fp8_tensor"])
-def test_experts(name: str, tmp_path: Path) -> None:
-    """They are dequantized when they are loaded."""
-    theirs = random_model(FAMILIES["qwen3_moe"].config(**WIDE, moe_intermediate_size=64))
-    theirs.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+def save_with_quantized_experts(theirs: PreTrainedModel, directory: Path, form: Format) -> int:
+    """Their own weights become those that are stored. Returns the bytes of all experts."""
+    theirs.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
     experts = dict(theirs.named_parameters())
+    num_bytes = 0
     for key in [key for key in tensors if ".experts." in key]:
         layer = key.removesuffix(".weight")
-        stored, weight = FORMATS[name].stored(layer, tensors.pop(key))
+        stored, weight = form.stored(layer, tensors.pop(key))
         tensors |= {one: tensor.contiguous() for one, tensor in stored.items()}
+        num_bytes += sum(tensor.nbytes for tensor in stored.values())
         block, number, part = layer.rsplit(".", 2)
-        joined = "down_proj" if part == "down_proj" else "gate_up_proj"
-        rows = slice(64, 128) if part == "up_proj" else slice(0, len(weight))
+        block = block.replace("block_sparse_moe", "mlp")
+        joined = "down_proj" if part in ("down_proj", "w2") else "gate_up_proj"
+        rows = slice(len(weight) if part in ("up_proj", "w3") else 0, None)
         with torch.no_grad():
-            experts[f"{block}.{joined}"][int(number), rows] = weight
-    save_file(tensors, tmp_path / "model.safetensors")
-    change_config(tmp_path, quantization_config=FORMATS[name].config)
-    check_prompt(load(tmp_path), theirs)
+            experts[f"{block}.{joined}"][int(number), rows][: len(weight)] = weight
+    save_file(tensors, directory / "model.safetensors")
+    change_config(directory, quantization_config=form.config)
+    return num_bytes
+
+
+@pytest.mark.parametrize("name", [*SOME, "awq_128", "packed_4_32", "gptq_4_128", "float_group"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts(
+    family: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They stay in few bits, and compute what dequantized ones do, bit for bit."""
+    layers: list[ops.GroupedLinear] = []
+
+    class Noted(ops.GroupedLinear):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            layers.append(self)
+
+    class Dequantized(ops.GroupedLinear):
+        def load(self, group: int, weights: Any, bias: torch.Tensor | None = None) -> None:
+            assert all(isinstance(one, QuantizedWeight) for one in weights)
+            super().load(group, [one.dequantized(torch.float32) for one in weights], bias)
+
+    sizes = WIDE | ({} if family == "mixtral" else {"moe_intermediate_size": 256})
+    theirs = random_model(FAMILIES[family].config(**sizes))
+    num_bytes = save_with_quantized_experts(theirs, tmp_path, FORMATS[name])
+    logits = []
+    for kind in (Noted, Dequantized):
+        monkeypatch.setattr(ops, "GroupedLinear", kind)
+        model = load(tmp_path)
+        check_prompt(model, theirs)
+        executor = PagedExecutor(model, theirs.config, prompts(31, 8), seed=1)
+        executor.step([(0, 30), (1, 7)])
+        executor.step([(0, 1), (1, 1)])
+        logits.append(torch.stack([row for job in executor.jobs for row in job.logits]))
+    assert torch.equal(*logits)
+    memory = sum(layer.nbytes for layer in layers)
+    file_bytes = (tmp_path / "model.safetensors").stat().st_size
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    assert config.weight_bytes > 4 * config.num_expert_parameters
+    if "act_order" in name:  # each expert's columns have an order of their own
+        assert memory > 6 * num_bytes
+        assert config.weight_bytes > 4 * config.num_expert_parameters
+        assert "experts take as much memory as unquantized ones" in caplog.text
+    else:
+        assert memory < (1.2 if FORMATS[name].group in (32, 64) else 1.1) * num_bytes
+        assert config.weight_bytes == file_bytes
+        assert "experts" not in caplog.text
 
 
 def test_int8_of_a_quantized_checkpoint(tmp_path: Path) -> None:

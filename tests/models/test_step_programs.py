@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoder_checkpoints import MIXTURES, POSITIONS
+from decoder_checkpoints import POSITIONS
 from decoder_checkpoints import VARIANTS as DECODERS
 from divisible_models import saved as saved_divisible
 from fastserve_backend.checkpoints.load_config import load_model_config
@@ -41,7 +40,7 @@ BLOCKS_OF_A_JOB = POSITIONS // BLOCK_SIZE
 LIMITS = StepLimits(max_jobs=3, max_tokens=24, max_model_len=POSITIONS)
 CONFIGS: dict[str, Any] = {
     **ROTARY,
-    **{name: config for name, config in DECODERS.items() if name not in MIXTURES},
+    **DECODERS,
 }
 MODELS = [*CONFIGS, *(f"opt_{name}" for name in OPT_VARIANTS)]
 
@@ -143,7 +142,7 @@ def test_steps_of_all_sizes(name: str, tmp_path: Path) -> None:
     check_steps(load_model_config(str(tmp_path), load_format="auto", dtype="float32"))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "neox", "opt_base"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "neox", "opt_base", "gpt_oss", "mixtral"])
 @pytest.mark.parametrize(
     "how",
     [
@@ -158,15 +157,18 @@ def test_number_formats(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     check_steps(load_model_config(str(tmp_path), load_format="auto", **how))
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("threads", [1, 3, 7])
-def test_any_number_of_threads(threads: int, tmp_path: Path) -> None:
+def test_any_number_of_threads(threads: int, name: str, tmp_path: Path) -> None:
     """There may be more of them than cores."""
-    saved("llama", tmp_path)
+    saved(name, tmp_path)
     with torch_threads(threads):
         check_steps(load_model_config(str(tmp_path), load_format="auto", dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_uneven", "neox", "opt_350m", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_uneven", "neox", "opt_350m", "gemma2", "gpt_oss", "qwen2_moe"]
+)
 def test_ranks_and_stages(name: str, tmp_path: Path) -> None:
     """Two ranks, as threads, in each of two stages."""
     saved_divisible(name, tmp_path)
@@ -235,16 +237,6 @@ def test_two_runners_in_turn(tmp_path: Path) -> None:
     for step in steps(config):
         tokens = [_tokens(runner, step) for runner in runners]
         assert tokens[0] == tokens[1] == tokens[2]
-
-
-def test_a_mixture_runs_as_python_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    random_model(DECODERS["qwen3_moe"]).save_pretrained(tmp_path)
-    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    with caplog.at_level(logging.INFO):
-        runner = ModelRunner(load_model(config, CPU), config, empty_cache(config), CPU, LIMITS)
-    [line] = [one.getMessage() for one in caplog.records if "recorded" in one.getMessage()]
-    assert "aten." in line
-    assert len(_tokens(runner, steps(config)[0])) == 2
 
 
 def _tokens(runner: ModelRunner, step: Step) -> list[int]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import kernel_reference as reference
 import torch
 from fastserve_kernels import ops
+from fastserve_kernels.quantized_weight import stacked
 from fastserve_kernels.weight_quantization import rounded
 from kernel_cases import DTYPES, NAN, Case, Comparison, near
+from quantized_cases import LAYERS
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ LINEARS = [
     (_all(60, 4, 6), 100, 130, "bias", "named"), (_all(5, 1, 1), 33, 96, "none", "named"),
     (_all(0, 2, 4), 64, 64, "bias", "named"), (_all(4, 2, 3), 40, 0, "bias", "in order"),
 ]  # fmt: skip
+# Of `quantized_cases`: each with another kind of numbers, and one that stays in no few bits.
+FEW_BITS = ("Q4_1 in parts", "Q4_0 of large numbers", "Q4_K in whole tiles", "Q6_K", "FP8 by row",
+            "GPTQ in parts", "a mixture")  # fmt: skip
 # Mixtures and elements of a row
 SUMS = [
     (_all(1, 8, 64), 2500), (_all(17, 2, 8), 100), (Mixture(30, 4, 10, range(3, 6)), 1024),
@@ -58,6 +63,8 @@ def cases(*, interpreted: bool = False) -> Iterator[Case]:
         if not (interpreted and dtype == torch.bfloat16):
             for linear in LINEARS:
                 yield Case("grouped_linear", (dtype, *linear), _grouped_linear)
+            for layer in FEW_BITS:
+                yield Case("grouped_linear", (dtype, layer), _grouped_few_bits)
         for sums in SUMS:
             yield Case("sum_choices", (dtype, *sums), _sum_choices)
         for shape in ACTIVATIONS:
@@ -109,7 +116,7 @@ def _grouped_linear(
         int8=kind == "int8",
     )  # fmt: skip
     for group, weight in enumerate(weights):
-        linear.load(group, weight, None if biases is None else biases[group])
+        linear.load(group, [weight], None if biases is None else biases[group])
     if kind == "int8":
         weights = torch.stack([rounded(weight) for weight in weights])
     _, routes = _routes(mixture, device)
@@ -124,6 +131,25 @@ def _grouped_linear(
     y = linear(wide.to(device)[:, :in_features], routes.starts, named).cpu()
     end = int(routes.starts[-1].cpu())
     yield near("result", y[:end], expected[:end], dtype)
+
+
+def _grouped_few_bits(dtype: torch.dtype, name: str, device: torch.device) -> Iterator[Comparison]:
+    """With few rows a group, with many, and with so many that a GPU dequantizes the weights."""
+    _, parts, size, _ = next(layer for layer in LAYERS if layer[0] == name)
+    groups, out = 4, sum(count for _, count in parts)
+    biases = torch.randn(groups, out).to(dtype)
+    linear = ops.GroupedLinear(groups, out, size, bias=True, dtype=dtype, device=device)
+    exact = []
+    for group in range(groups):
+        weights = [make(count, size) for make, count in parts]
+        exact.append(stacked(weights, dtype, torch.device("cpu")))
+        linear.load(group, weights, biases[group])
+    for counts in ([1, 0, 0, 3], [0, 40, 0, 7], [0] * 4, [1000, 0, 30, 1]):
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        x, rows = torch.randn(50, size).to(dtype), torch.randint(50, (sum(counts),)).int()
+        y = linear(x.to(device), starts.to(device), rows.to(device))
+        expected = reference.grouped_linear(x, torch.stack(exact), biases, starts, rows)
+        yield near(f"{counts} rows", y.cpu(), expected, dtype)
 
 
 def _sum_choices(

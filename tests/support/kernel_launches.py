@@ -7,6 +7,7 @@ from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import (
     activations,
     cache_writes,
+    grouped_quantized_linear,
     int8_linear,
     kv_int8,
     norms,
@@ -152,6 +153,19 @@ def grouped_linear(
         _empty(torch.int8 if int8 else dtype, groups, out_features, in_features),
         _empty(dtype, groups, out_features) if int8 else None,
         _empty(dtype, groups, out_features),
+    )
+
+
+def grouped_quantized(
+    dtype: torch.dtype, packing: str, rows: int, groups: int, out_features: int, in_features: int
+) -> None:
+    grouped_quantized_linear.grouped_quantized_linear(
+        _empty(dtype, rows, in_features),
+        _integers(groups + 1),
+        _integers(rows),
+        _packed(packing, groups * out_features, in_features),
+        _empty(dtype, groups, out_features),
+        groups,
     )
 
 

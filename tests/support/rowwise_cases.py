@@ -347,9 +347,15 @@ def _in_place(
 ) -> Iterator[Comparison]:
     """What is beside the rows stays."""
     factors = torch.rand(rows, 1)
+    gates = torch.randn(rows, 3).to(dtype)[:, 1:2]
     changes: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
         ("scale_", lambda x: ops.scale_(x, 0.22), lambda x: x * 0.22),
         ("scale_rows_", lambda x: ops.scale_rows_(x, factors.to(device)), lambda x: x * factors),
+        (
+            "scale_by_sigmoid_",
+            lambda x: ops.scale_by_sigmoid_(x, gates.to(device)),
+            lambda x: x * gates.double().sigmoid(),
+        ),
         ("clamp_", lambda x: ops.clamp_(x, 0.75), lambda x: x.clamp(-0.75, 0.75)),
         ("soft_cap_", lambda x: ops.soft_cap_(x, 1.5), lambda x: (x / 1.5).tanh() * 1.5),
     ]

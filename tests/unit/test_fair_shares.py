@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job, Place, ServiceLevel
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
-from fastserve_backend.scheduler.fair_shares import FairShares, TokenCosts
+from fastserve_backend.scheduler.fair_shares import FairShares
+from fastserve_backend.scheduler.priority_classes import PriorityClasses
+from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.token_costs import TokenCosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
@@ -173,6 +177,27 @@ def test_kv_of_the_tenant_that_has_had_most_leaves_first() -> None:
     )
 
 
+def test_a_tenant_below_its_share_of_the_device_gets_room_for_new_jobs() -> None:
+    """Its new jobs may make others compute again, until it has its share."""
+    policy = fair("fcfs", BatchLimits(8, 1000))
+    for number in range(6):
+        job = job_of("flood", number)
+        job.place = Place.DEVICE
+        policy.add(job, 0.0)
+    new_of_flood = job_of("flood", 6)
+    policy.add(new_of_flood, 0.0)
+    assert not policy.has_turn(new_of_flood)
+    for number in range(10, 16):
+        policy.add(job_of("late", number), 0.0)
+    late = [job for job in policy.walk(0.0, ()) if job.service.tenant == "late"]
+    assert not policy.has_turn(new_of_flood)
+    assert not policy.has_turn(late[-1])  # six new jobs were offered, and its share is three
+    walk = policy.walk(0.0, ())
+    for num_offered in range(1, 7):
+        job = next(one for one in walk if one.service.tenant == "late")
+        assert policy.has_turn(job) == (num_offered <= 3)
+
+
 def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     policy = fair("fcfs", BatchLimits(2, 1000))
     for number, place in enumerate([*Place] * 3):
@@ -187,6 +212,35 @@ def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     assert first.place is Place.NOWHERE
     assert [job.place for job in rest] == [Place.DEVICE] * 3
     assert len({job.service.tenant for job in rest}) == 3
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("num_blocks", [40, 400])
+def test_a_flood_of_one_tenant_leaves_four_others_their_shares(name: str, num_blocks: int) -> None:
+    rng = random.Random(0)
+    limits = BatchLimits(8, 40, 20)
+    policy = fair(name, limits)
+    costs = TokenCosts.of(limits, TIMES, MAX_MODEL_LEN)
+    rig = _rig(policy, num_blocks, num_stages=1, ahead=True)
+    served_s = dict.fromkeys(("flood", "a", "b", "c", "d"), 0.0)
+    on_batch_sent = policy.on_batch_sent
+
+    def note(batch: Sequence[Scheduled]) -> None:
+        if len(policy._tenants) == 5:  # all have jobs
+            for job, num_tokens in batch:
+                served_s[job.service.tenant] += costs.seconds(job, num_tokens)
+        on_batch_sent(batch)
+
+    policy.on_batch_sent = note  # type: ignore[method-assign]
+    tenants = [*("flood",) * 200, *"abcd" * 50]
+    rig.run(
+        job_of(tenant, number, rng.randint(1, 16), rng.randint(1, 40))
+        for number, tenant in enumerate(tenants)
+    )
+    assert len(rig.ends) == 400
+    shares = served_s.values()
+    jains_index = sum(shares) ** 2 / (5 * sum(share**2 for share in shares))
+    assert jains_index >= 0.98
 
 
 # --- Properties -------------------------------------------------------------------------------
@@ -261,20 +315,23 @@ def test_backlogged_tenants_stay_within_the_bound(
     ahead=st.booleans(),
     num_tenants=st.integers(2, 6),
 )
-def test_every_job_of_every_tenant_ends(
+def test_every_job_of_every_tenant_and_priority_ends(
     seed: int, name: str, num_stages: int, ahead: bool, num_tenants: int
 ) -> None:
     rng = random.Random(seed)
     limits = BatchLimits(rng.randint(1, 6), rng.randint(6, 20), rng.randint(1, 12))
-    policy = fair(name, limits, {"tenant-0": rng.choice([0.1, 1.0, 10.0])})
+    weights = {"tenant-0": rng.choice([0.1, 1.0, 10.0])}
+    across = Promotion(200.0, lambda job: 0.0)
+    policy = PriorityClasses(lambda: fair(name, limits, weights), across)
     rig = _rig(policy, rng.randint(7, 15), num_stages, ahead)
     jobs = _random_jobs(rng, num_tenants)
+    for job in jobs:
+        job.service = replace(job.service, priority=rng.choice([-1, 0, 0, 0, 1]))
     cancellations = {n: jobs[n].arrival_s + rng.uniform(0, 40) for n in range(0, 30, 6)}
     rig.run(jobs, cancellations)
     assert sorted(number for number, _ in rig.ends) == list(range(30))
     assert rig.pool.num_used == 0
     assert sum(policy.level_sizes()) == 0
-    assert not policy._tenants
 
 
 @settings(max_examples=60)
@@ -314,6 +371,11 @@ def _random_jobs(rng: random.Random, num_tenants: int) -> list[Job]:
         tenant = f"tenant-{rng.randrange(num_tenants)}"
         jobs.append(job_of(tenant, number, rng.randint(1, 16), rng.randint(1, 12)))
         jobs[-1].arrival_s = rng.uniform(0.0, 60.0)
+        jobs[-1].service = ServiceLevel(
+            tenant=tenant,
+            ttft_slo_s=rng.choice([None, 10.0]),
+            tpot_slo_s=rng.choice([None, 3.0]),
+        )
     return jobs
 
 

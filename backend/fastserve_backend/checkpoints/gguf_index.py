@@ -15,14 +15,15 @@ import msgspec
 
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.model_config import DTYPE_BYTES, DType
+from fastserve_backend.checkpoints.quantization_config import MXFP4_MORE_BYTES
 
 INDEX_FILE = "gguf.json"
 SOURCE_FILE = "source"
 """The path of the GGUF file. Its bytes may be no text."""
 
 PLAIN_TYPES = ("F32", "F16", "BF16")
-KEPT_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""Types of matrices that stay in memory as they are stored. Others are dequantized."""
+KEPT_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+"""Types of matrices that stay in few bits. Others are dequantized."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class MappedTensor:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays in memory as it is stored."""
-        (first, *_) = self.sources
-        return first.kind in KEPT_TYPES and len(first.shape) == 2
+        """Whether it stays in few bits: if it is a matrix, or has one for each expert."""
+        kinds = {source.kind for source in self.sources}
+        return len(kinds) == 1 and kinds <= set(KEPT_TYPES) and len(self.sources[0].shape) > 1
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,19 @@ class GGUFIndex:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether there is a matrix that stays in memory as it is stored."""
+        """Whether there is a matrix that stays in few bits."""
         return any(tensor.is_kept for tensor in self.tensors)
 
     def memory_bytes(self, dtype: DType) -> int:
         """Bytes of all weights in memory. Those that are not kept as they are have `dtype`."""
-        return sum(
-            source.num_bytes if tensor.is_kept else prod(source.shape) * DTYPE_BYTES[dtype]
-            for tensor in self.tensors
-            for source in tensor.sources
-        )
+        num_bytes = 0.0
+        for tensor in self.tensors:
+            for source in tensor.sources:
+                size = prod(source.shape)
+                num_bytes += source.num_bytes if tensor.is_kept else size * DTYPE_BYTES[dtype]
+                if tensor.is_kept and source.kind == "MXFP4":
+                    num_bytes += size * MXFP4_MORE_BYTES
+        return round(num_bytes)
 
     def dequantized_types(self) -> list[str]:
         """The types of matrices that are dequantized when they are loaded."""

@@ -24,7 +24,11 @@ from fastserve_backend.checkpoints.model_config import (
     ModelConfig,
     Quantization,
 )
-from fastserve_backend.checkpoints.quantization_config import read_quantization
+from fastserve_backend.checkpoints.quantization_config import (
+    MXFP4_MORE_BYTES,
+    is_mxfp4,
+    read_quantization,
+)
 from fastserve_backend.checkpoints.weight_index import read_weight_index
 
 _log = logging.getLogger(__name__)
@@ -95,12 +99,7 @@ def load_model_config(
     )
     config = replace(config, stored_quantization=stored)
     if config.quantization is None and load_format == "auto":
-        config = _as_stored(config)
-    if quantization == "int4" and config.num_expert_parameters:
-        raise ModelError(
-            f"model {model!r} is a mixture of experts, whose weights cannot be rounded to int4; "
-            "set quantization to int8"
-        )
+        config = _as_stored(config, has_mxfp4=is_mxfp4(raw, model_type))
     # If no file has the field, the ids are the architecture's default.
     if config.eos_token_ids != raw.token_ids(_EOS, ()):
         config = replace(config, eos_is_default=True)
@@ -125,8 +124,11 @@ def load_model_config(
     return config
 
 
-def _as_stored(config: ModelConfig) -> ModelConfig:
-    """The same, with weights that stay in few bits if they are stored so."""
+def _as_stored(config: ModelConfig, *, has_mxfp4: bool) -> ModelConfig:
+    """The same, with weights that stay in few bits if they are stored so.
+
+    has_mxfp4: whether experts are in MXFP4.
+    """
     if config.directory is None:
         return config
     directory = Path(config.directory)
@@ -136,10 +138,14 @@ def _as_stored(config: ModelConfig) -> ModelConfig:
             return config
         num_bytes = index.memory_bytes(config.dtype)
     elif config.stored_quantization is not None:
-        experts = config.num_expert_parameters  # these are dequantized
-        share = 1 - experts / config.num_parameters
-        num_bytes = round(_weight_file_bytes(directory) * share)
-        num_bytes += experts * DTYPE_BYTES[config.dtype]
+        num_bytes = _weight_file_bytes(directory)
+        if config.stored_quantization.orders_columns:
+            experts = config.num_expert_parameters  # these are dequantized
+            num_bytes = round(num_bytes * (1 - experts / config.num_parameters))
+            num_bytes += experts * DTYPE_BYTES[config.dtype]
+    elif has_mxfp4:
+        num_bytes = _weight_file_bytes(directory)
+        num_bytes += round(config.num_expert_parameters * MXFP4_MORE_BYTES)
     else:
         return config
     return replace(config, quantization="as_stored", stored_weight_bytes=num_bytes)

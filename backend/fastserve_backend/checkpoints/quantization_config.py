@@ -12,6 +12,8 @@ from fastserve_backend.checkpoints.hf_config import HFConfig
 Layout = Literal["awq", "gptq", "packed", "plain"]
 
 _KNOWN = "awq, gptq, compressed-tensors or fp8, or mxfp4 of gpt_oss"
+MXFP4_MORE_BYTES = (5 + 16 / 32 - 4 - 8 / 32) / 8
+"""A weight takes so much more in memory than in MXFP4: codes have 5 bits there, scales 16."""
 _REMEDY = (
     "use another checkpoint of the model, with quantization int8 or int4 if its weights are to "
     "take less memory"
@@ -38,6 +40,7 @@ class StoredQuantization:
     has_zeros: whether layers have zero points. Otherwise all are the middle of the range.
     zeros_less_one: whether zero points are stored minus one.
     rounds_activations: whether the checkpoint is made for activations of few bits, too.
+    orders_columns: whether a group has columns from all over a layer (GPTQ's desc_act).
     """
 
     format: str
@@ -49,6 +52,14 @@ class StoredQuantization:
     has_zeros: bool
     zeros_less_one: bool = False
     rounds_activations: bool = False
+    orders_columns: bool = False
+
+
+def is_mxfp4(raw: HFConfig, model_type: str) -> bool:
+    """Whether it is gpt-oss, with experts in MXFP4."""
+    fields = raw.mapping("quantization_config")
+    is_named = fields is not None and fields.states("quant_method", ("mxfp4",))
+    return is_named and model_type == "gpt_oss"
 
 
 def read_quantization(raw: HFConfig, model_type: str) -> StoredQuantization | None:
@@ -61,7 +72,7 @@ def read_quantization(raw: HFConfig, model_type: str) -> StoredQuantization | No
     fields = raw.mapping("quantization_config")
     if fields is None and (older := raw.mapping("compression_config")) is not None:
         fields = older.with_default("quant_method", "compressed-tensors")
-    if fields is None or (model_type == "gpt_oss" and fields.states("quant_method", ("mxfp4",))):
+    if fields is None or is_mxfp4(raw, model_type):
         return None
     try:
         return _read(fields)
@@ -100,13 +111,16 @@ def _read_gptq(fields: HFConfig) -> StoredQuantization:
     exceptions = fields.mapping("dynamic")  # by patterns of layers; "-:" precedes unquantized ones
     if exceptions is not None and any(not one.startswith("-") for one in exceptions.names()):
         raise ModelError(f"{exceptions.source} gives layers other formats")
+    columns = _group_size(fields, "group_size", 128)
+    is_ordered = fields.boolean("desc_act", False) and not fields.boolean("static_groups", False)
     return StoredQuantization(
         format="GPTQ",
         layout="gptq",
         bits=_bits(fields, "bits", (4, 8)),
-        columns=_group_size(fields, "group_size", 128),
+        columns=columns,
         has_zeros=True,
         zeros_less_one=version == "gptq",
+        orders_columns=is_ordered and columns is not None,
     )
 
 
@@ -163,6 +177,8 @@ def _read_config_group(groups: HFConfig, name: str, whole: HFConfig) -> StoredQu
         columns=columns,
         has_zeros=not is_float and not weights.boolean("symmetric", True),
         rounds_activations=group.mapping("input_activations") is not None,
+        orders_columns=strategy == "group"
+        and weights.states("actorder", ("group", "dynamic", True)),
     )
 
 

@@ -8,7 +8,7 @@ Below a layer, `Experts` wants ``mlp.gate.weight`` and, for expert N, ``mlp.expe
   [experts, 2 · features, hidden], gate first, and ``mlp.experts.down_proj``.
 - gpt-oss's: ``mlp.router``, and the same tensors transposed, with biases and with the rows of gate
   and up in turn. One expert's ``gate_up_proj`` stays one tensor here.
-- gpt-oss's in MXFP4: ``…_blocks`` and ``…_scales``, see `dequantized`.
+- gpt-oss's in MXFP4: ``…_blocks`` and ``…_scales``, see `mxfp4`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor
+from fastserve_kernels.quantized_weight import QuantizedWeight
 
 from fastserve_backend.checkpoints.experts_config import ExpertsConfig
-from fastserve_backend.models.weights import Shard, StoredTensor, WeightSource
+from fastserve_backend.models.mxfp4 import mxfp4_weight
+from fastserve_backend.models.weights import Shard, StoredTensor, StoredWeight, WeightSource
 
 _IN_BLOCK = re.compile(r"(layers\.\d+)\.(?:mlp|block_sparse_moe)\.(.+)")
 _OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_FP4, *(-one for one in _FP4)], dtype=torch.bfloat16)
-# Of each byte, whose lower half comes first.
-_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=1)
-# Of each scale: exponents are stored plus 127.
-_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127).bfloat16()
 
 
 def experts_apart(source: WeightSource, config: ExpertsConfig) -> Iterator[StoredTensor]:
@@ -74,21 +68,10 @@ def _joined(stored: StoredTensor, halves: dict[str, StoredTensor]) -> StoredTens
     return StoredTensor(name, (experts, groups * size * 2, rows), "mxfp4", True, read)
 
 
-def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, shard: Shard) -> Tensor:
-    """Of a shard of experts alone."""
-    return dequantized(blocks.read_dequantized(shard), scales.read_dequantized(shard)).transpose(
-        1, 2
-    )
-
-
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 (OCP Microscaling Formats 1.0) in bfloat16, exactly: [..., rows, groups · 32].
-
-    blocks: uint8 [..., rows, groups, 16], two numbers of 4 bits in each.
-    scales: uint8 [..., rows, groups], exponents of 2, plus 127.
-    """
-    scaled = _PAIRS[blocks.int()].flatten(-2) * _POWERS[scales.int()][..., None]
-    return scaled.flatten(-2)
+def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, shard: Shard) -> QuantizedWeight:
+    """Of a shard of one expert: its matrix [out, in], which is not transposed."""
+    (of_blocks,), (of_scales,) = blocks.read_dequantized(shard), scales.read_dequantized(shard)
+    return mxfp4_weight(of_blocks, of_scales)
 
 
 def _parts(stored: StoredTensor, config: ExpertsConfig) -> Iterator[StoredTensor]:
@@ -119,10 +102,12 @@ def _parts(stored: StoredTensor, config: ExpertsConfig) -> Iterator[StoredTensor
 
 def _read_expert(
     stored: StoredTensor, expert: int, rows: slice, is_transposed: bool, shard: Shard
-) -> Tensor:
+) -> StoredWeight:
     """Some rows of an expert's part; `shard` is the whole, as ranks have whole experts."""
     assert shard == ()
     of_expert = slice(expert, expert + 1)
-    if is_transposed:
-        return stored.read_dequantized((of_expert,))[0].T
-    return stored.read_dequantized((of_expert, rows))[0]
+    if not is_transposed:
+        return stored.read_dequantized((of_expert, rows))[0]
+    weight = stored.read((of_expert,))
+    # In few bits it is the expert's matrix [out, in] already.
+    return weight if isinstance(weight, QuantizedWeight) else weight[0].T

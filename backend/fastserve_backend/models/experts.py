@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from fastserve_kernels import ops
+from fastserve_kernels.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 from fastserve_backend.checkpoints.experts_config import ExpertsConfig
+from fastserve_backend.models.int4_rounding import int4_group
 from fastserve_backend.models.layers import ColumnLinear, Linear, RowLinear, prefixed
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.weights import Parameter
+from fastserve_backend.models.weights import Parameter, StoredWeight, reordered
 
-Load = Callable[[Tensor, Tensor | None], None]
-"""Takes a weight [out, in] and a bias [out] or None."""
+Load = Callable[[Sequence[StoredWeight], Tensor | None], None]
+"""Takes weights [out, in], which are one below the other, and a bias [all out] or None."""
 
 
 class Experts:
     """A router chooses experts for each token; the results are summed with the router's weights.
 
     Each rank has whole experts, and computes the tokens that chose them; the sum over the ranks
-    joins the results. So a rank reads only its experts' tensors, products keep their width, and the
-    scales of INT8 and MXFP4 need no division. The price is that the ranks' work is unequal, and
-    differs from step to step.
+    joins the results. So a rank reads only its experts' tensors, products keep their width, and
+    what groups of few bits share needs no division. The price is that the ranks' work is unequal,
+    and differs from step to step.
 
-    The router is whole on every rank. It is never quantized: it is small, and its scores decide.
+    The router is whole on every rank. It is never rounded: it is small, and its scores decide.
     """
 
     def __init__(self, config: ExpertsConfig, hidden: int, part: ModelPart) -> None:
@@ -66,12 +68,15 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden], summed over the ranks."""
-        weights, chosen = _choose(self._router(x), self._config)
+        config = self._config
+        weights, chosen = ops.choose(
+            self._router(x), config.top_k, renormalises=config.renormalises
+        )
         routes = ops.sort_choices(chosen, self._own.start, len(self._own))
         between = self._activate(self._up(x, routes.starts, routes.tokens))
         out = ops.sum_choices(self._down(between, routes.starts), weights, routes)
         if self._shared is not None:
-            out += self._shared(x)
+            out = ops.add(out, self._shared(x))
         return self._part.tensor.sum(out)
 
     def _parameters_of(self, place: int) -> dict[str, Parameter]:
@@ -81,10 +86,11 @@ class Experts:
         up, down = partial(self._up.load, place), partial(self._down.load, place)
         if config.is_fused:
             rows = {"gate_up_proj": 2 * ffn}
-            first = _Product(rows, hidden, has_bias, partial(_load_in_halves, up))
+            load = partial(_load_in_halves, up)
         else:
-            first = _Product({"gate_proj": ffn, "up_proj": ffn}, hidden, has_bias, up)
-        second = _Product({"down_proj": hidden}, ffn, has_bias, down)
+            rows, load = {"gate_proj": ffn, "up_proj": ffn}, up
+        first = _Product(rows, hidden, has_bias, load, self._part)
+        second = _Product({"down_proj": hidden}, ffn, has_bias, down, self._part)
         return first.parameters() | second.parameters()
 
 
@@ -101,48 +107,54 @@ class _Product:
         in_features: int,
         has_bias: bool,
         load: Load,
+        part: ModelPart,
     ) -> None:
         self._parts, self._in_features = parts, in_features
-        self._has_bias, self._load = has_bias, load
-        self._weights: dict[str, Tensor] = {}
+        self._has_bias, self._load, self._part = has_bias, load, part
+        self._group = 0
+        if part.quantization == "int4":
+            self._group = int4_group(parts, slice(0, in_features))
+        self._weights: dict[str, StoredWeight] = {}
         self._biases: dict[str, Tensor] = {}
 
     def parameters(self) -> dict[str, Parameter]:
         wanted = {}
-        for part, size in self._parts.items():
-            take = partial(self._take, self._weights, part)
-            wanted[f"{part}.weight"] = Parameter((size, self._in_features), take)
+        for name, size in self._parts.items():
+            wanted[f"{name}.weight"] = Parameter(
+                (size, self._in_features), partial(self._take_weight, name), takes_quantized=True
+            )
             if self._has_bias:
-                wanted[f"{part}.bias"] = Parameter((size,), partial(self._take, self._biases, part))
+                wanted[f"{name}.bias"] = Parameter((size,), partial(self._take_bias, name))
         return wanted
 
-    def _take(self, taken: dict[str, Tensor], part: str, tensor: Tensor) -> None:
-        taken[part] = tensor
-        if len(self._weights) + len(self._biases) == len(self._parts) * (1 + self._has_bias):
-            bias = self._stacked(self._biases) if self._has_bias else None
-            self._load(self._stacked(self._weights), bias)
-            self._weights.clear()
-            self._biases.clear()
+    def _take_weight(self, name: str, weight: StoredWeight) -> None:
+        part = self._part
+        if isinstance(weight, QuantizedWeight) and part.rounds_weights:
+            weight = weight.dequantized(part.dtype)
+        if part.quantization == "int4":
+            assert isinstance(weight, Tensor)
+            weight = part.int4_rounding(weight.to(part.device, part.dtype), self._group)
+        self._weights[name] = weight
+        self._load_when_complete()
 
-    def _stacked(self, taken: dict[str, Tensor]) -> Tensor:
-        tensors = [taken[part] for part in self._parts]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    def _take_bias(self, name: str, tensor: Tensor) -> None:
+        self._biases[name] = tensor
+        self._load_when_complete()
+
+    def _load_when_complete(self) -> None:
+        if len(self._weights) + len(self._biases) < len(self._parts) * (1 + self._has_bias):
+            return
+        bias = torch.cat([self._biases[name] for name in self._parts]) if self._has_bias else None
+        self._load([self._weights[name] for name in self._parts], bias)
+        self._weights.clear()
+        self._biases.clear()
 
 
-def _load_in_halves(load: Load, weight: Tensor, bias: Tensor | None) -> None:
-    """Rows 0, 2, 4, … come first, then the others."""
-    order = [*range(0, len(weight), 2), *range(1, len(weight), 2)]
-    load(weight[order], None if bias is None else bias[order])
-
-
-def _choose(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Scores [T, experts] -> weights float32 and numbers int64 of the chosen experts, both
-    [T, top_k]."""
-    if config.renormalises:
-        top, chosen = scores.float().topk(config.top_k)
-        return top.softmax(dim=-1), chosen
-    weights, chosen = scores.float().softmax(dim=-1).topk(config.top_k)
-    return weights, chosen
+def _load_in_halves(load: Load, weights: Sequence[StoredWeight], bias: Tensor | None) -> None:
+    """Rows 0, 2, 4, … of the only weight come first, then the others."""
+    (weight,) = weights
+    rows = torch.arange(weight.shape[0]).view(-1, 2).T.flatten()
+    load([reordered(weight, rows)], None if bias is None else bias[rows])
 
 
 class _SharedExpert:
@@ -160,5 +172,4 @@ class _SharedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> this rank's part of [T, hidden]."""
-        gate = torch.sigmoid(self._gate(x))
-        return self._down(ops.silu_mul(self._up(x))).mul_(gate)
+        return ops.scale_by_sigmoid_(self._down(ops.silu_mul(self._up(x))), self._gate(x))

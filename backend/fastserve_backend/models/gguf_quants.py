@@ -13,6 +13,8 @@ import torch
 from fastserve_kernels.quantized_weight import GroupNumbers, QuantizedWeight
 from torch import Tensor
 
+from fastserve_backend.models.mxfp4 import FP4_CODES, fp4_weight
+
 _GROUP = 32  # columns of a group, but 16 in Q6_K
 _SUPERBLOCK = 256
 
@@ -117,6 +119,11 @@ def _q6_k(kind: str, blocks: Tensor) -> QuantizedWeight:
     return QuantizedWeight(kind, codes.flatten(1), 6, 16, numbers, center=32)
 
 
+def _mxfp4(kind: str, blocks: Tensor) -> QuantizedWeight:
+    codes = FP4_CODES[_nibbles(blocks[..., 1:]).flatten(1).int()]
+    return fp4_weight(kind, codes, blocks[..., 0])
+
+
 QUANTS: Mapping[str, GGUFQuant] = {
     "Q4_0": GGUFQuant(_GROUP, 18, _simple(4, has_offset=False)),
     "Q4_1": GGUFQuant(_GROUP, 20, _simple(4, has_offset=True)),
@@ -126,5 +133,6 @@ QUANTS: Mapping[str, GGUFQuant] = {
     "Q4_K": GGUFQuant(_SUPERBLOCK, 144, _k_quant(4)),
     "Q5_K": GGUFQuant(_SUPERBLOCK, 176, _k_quant(5)),
     "Q6_K": GGUFQuant(_SUPERBLOCK, 210, _q6_k),
+    "MXFP4": GGUFQuant(_GROUP, 17, _mxfp4),
 }
 """By GGUF's names."""

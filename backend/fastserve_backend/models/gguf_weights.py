@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from fastserve_kernels.quantized_weight import QuantizedWeight, rows_in_turns
 from torch import Tensor
 
 from fastserve_backend.checkpoints.errors import ModelError
@@ -69,6 +70,10 @@ def _read_expert(file: Path, tensor: MappedTensor, expert: int, shard: Shard) ->
 
 def _read(file: Path, tensor: MappedTensor, shard: Shard) -> StoredWeight:
     sources = [_MappedSource(file, source) for source in tensor.sources]
+    if tensor.transposed and tensor.is_kept and shard and _is_one(shard[0]):
+        # Of one expert: its matrix, which is not transposed.
+        matrices = [source.read((shard[0].start,)) for source in sources]
+        return rows_in_turns([one for one in matrices if isinstance(one, QuantizedWeight)])
     if len(sources) > 1 or tensor.transposed:
         parts = [source.dequantized(shard[:1]) for source in sources]
         values = torch.stack(parts, dim=2).flatten(1, 2)
@@ -82,6 +87,10 @@ def _read(file: Path, tensor: MappedTensor, shard: Shard) -> StoredWeight:
     rows, *columns = shard or (slice(None),)
     pairs = torch.arange(_shape(tensor)[0]).view(tensor.heads, -1, 2)
     return sources[0].read((pairs.transpose(1, 2).flatten()[rows], *columns))
+
+
+def _is_one(part: slice) -> bool:
+    return part.start is not None and part.stop == part.start + 1
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,13 @@ def load_model(
         source: WeightSource = gguf_tensors(directory) if is_gguf else checkpoint_tensors(directory)
         if (stored := config.stored_quantization) is not None:
             source = joined_weights(source, stored)
-            if stored.rounds_activations and part.is_first and tensor.is_first:
+            reports = part.is_first and tensor.is_first
+            if reports and stored.orders_columns and config.num_expert_parameters:
+                _log.warning(
+                    "experts take as much memory as unquantized ones: with desc_act each has an "
+                    "order of columns of its own"
+                )
+            if reports and stored.rounds_activations:
                 _log.info(
                     "the checkpoint is made for activations of few bits; here they stay in %s",
                     config.dtype,

@@ -9,12 +9,10 @@ would take each other's KV at every token.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heappop, heapreplace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Self
+from typing import TypeVar
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import NextRunEstimate
@@ -25,60 +23,21 @@ from fastserve_backend.scheduler.base import (
     Scheduled,
     summed_level_sizes,
 )
+from fastserve_backend.scheduler.tenant_order import (
+    EstimateOfTenants,
+    Tenant,
+    TenantOrder,
+    WalkOfTenants,
+)
+from fastserve_backend.scheduler.token_costs import TokenCosts
 from fastserve_backend.scheduler.walk import Walk
 
-# A round gives a tenant of weight 1 the time of so many output tokens. With fewer, tenants would
-# swap each other's KV out more often. With more, a tenant would wait longer for its next turn.
+# A round gives a tenant of weight 1 the time of so many output tokens, with such a context. With an
+# eighth of that, a hundred tenants swap each other's KV five times as often, and the machine does
+# 13% less work (docs/fair_shares.md). With more, a tenant waits longer for its next turn.
 _ROUND_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCosts:
-    """Seconds of the machine that a token costs in a full batch: only then does anybody wait.
-
-    A decode alone takes nearly as long as a batch of decodes. So its own time (``own_time_s``)
-    would make an output token a hundred times as dear as a prompt token.
-    """
-
-    prompt_token_s: float
-    output_token_s: float
-    context_token_s: float
-    """For each token that an output token attends to."""
-
-    @classmethod
-    def of(cls, limits: BatchLimits, times: IterationTimes, max_model_len: int) -> Self:
-        most_tokens = min(limits.job_tokens, max_model_len)
-        shortest_s = times.decodes_s(limits.max_seqs, 1) / limits.max_seqs
-        longest_s = times.decodes_s(limits.max_seqs, max_model_len) / limits.max_seqs
-        return cls(
-            times.prefill_s(most_tokens) / most_tokens,
-            shortest_s,
-            max(0.0, longest_s - shortest_s) / max_model_len,
-        )
-
-    def seconds(self, job: Job, num_tokens: int) -> float:
-        """The cost of the last ``num_tokens`` tokens that the job has computed."""
-        if num_tokens == 1:
-            return self.output_token_s + self.context_token_s * job.num_computed
-        return self.prompt_token_s * num_tokens
-
-
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    """A tenant with jobs."""
-
-    name: str
-    weight: float
-    rank: int  # the latest to join has the lowest
-    policy: Policy
-    counter: float  # service over weight, in rounds
-    num_at: list[int] = field(default_factory=lambda: [0] * len(Place))  # jobs at each place
-
-    @property
-    def order_key(self) -> tuple[int, int]:
-        """Tenants in the same round keep their order, so that they do not take turns at every
-        token. The latest to join is the first: it has had the least."""
-        return math.floor(self.counter), self.rank
+_ROUND_CONTEXT = 1024
+_T = TypeVar("_T")
 
 
 class FairShares:
@@ -122,17 +81,18 @@ class FairShares:
         self._default = make_policy()
         self._default_is_free = True  # the next tenant to have jobs gets the default policy
         self._costs = self._current_costs()
-        self._round_s = _ROUND_TOKENS * self._costs.output_token_s
+        self._round_s = self._costs.output_s(_ROUND_TOKENS, min(_ROUND_CONTEXT, max_model_len))
         self._num_joined = 0
-        self._tenants: dict[str, _Tenant] = {}
-        self._of_rank: dict[int, _Tenant] = {}
-        self._order: list[tuple[int, int]] = []  # order keys, sorted
+        self._tenants: dict[str, Tenant] = {}
+        self._of_rank: dict[float, Tenant] = {}
+        self._order = TenantOrder()
         # Counters of tenants without jobs, if they have had more than the others.
         self._ahead: dict[str, float] = {}
-        self._earliest_round = 0
+        self._forgot_up_to = 0.0
         self._places: dict[int, Place] = {}  # by job number
         self._walked: dict[int, Job] = {}  # by the latest walk, in its order
         self._walked_before: dict[int, Job] = {}  # by the walk before it
+        self._num_new: dict[float, int] = {}  # by rank: jobs of the latest walk without KV
         self._num_demotions_before = self._num_promotions_before = 0  # of dropped policies
 
     @property
@@ -152,38 +112,47 @@ class FairShares:
         return self._default.quanta_s
 
     def has_turn(self, job: Job) -> bool:
-        """Whether the job has a turn before the other jobs of its tenant."""
-        return self._policy_of(job).has_turn(job)
+        """Whether the job has a turn before the other jobs of its tenant; or, if it is new, whether
+        its tenant has KV of fewer jobs on the device than its share. Others make room for it then,
+        even if they have to compute again: a flood must not keep the KV memory for itself."""
+        tenant = self._tenants[job.service.tenant]
+        if tenant.policy.has_turn(job):
+            return True
+        num_begun = tenant.num_at[Place.DEVICE] + self._num_new.get(tenant.rank, 0)
+        share = tenant.weight / self._order.total_weight
+        return len(self._tenants) > 1 and num_begun <= share * self._order.num_on_device
 
     def add(self, job: Job, now: float) -> None:
         tenant = self._tenants.get(job.service.tenant) or self._join(job.service.tenant)
-        tenant.num_at[job.place] += 1
+        self._order.count(tenant, job.place, 1)
         self._places[job.number] = job.place
         tenant.policy.add(job, now)
 
     def remove(self, job: Job) -> None:
         tenant = self._tenants[job.service.tenant]
         tenant.policy.remove(job)
-        tenant.num_at[self._places.pop(job.number)] -= 1
+        self._order.count(tenant, self._places.pop(job.number), -1)
         self._walked.pop(job.number, None)
         self._walked_before.pop(job.number, None)
         if not any(tenant.num_at):
             self._leave(tenant)
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        self._walked_before, self._walked = self._walked, {}
+        self._walked_before, self._walked, self._num_new = self._walked, {}, {}
         alone = self._alone()
         if alone is not None:
             return alone.policy.walk(now, in_flight)
-        return _WalkOfTenants(self._order, self._of_rank, self._walked, now, in_flight)
+        return WalkOfTenants(
+            self._order, self._of_rank, self._walked, self._num_new, now, in_flight
+        )
 
     def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
         """Those of the tenant that comes first. Seats that it leaves empty are for the others."""
-        if not self._order:
+        if not self._tenants:
             return self._default.limits_for(now, num_prompts, num_decodes)
-        first = self._of_rank[self._order[0][1]]
-        limits = first.policy.limits_for(now, num_prompts, num_decodes)
-        if len(self._order) == 1 or limits.max_seqs == self.limits.max_seqs:
+        _, rank = self._order.all[0]
+        limits = self._of_rank[rank].policy.limits_for(now, num_prompts, num_decodes)
+        if len(self._tenants) == 1 or limits.max_seqs == self.limits.max_seqs:
             return limits
         return replace(limits, max_seqs=self.limits.max_seqs)
 
@@ -196,10 +165,10 @@ class FairShares:
             charged[name] = charged.get(name, 0.0) + seconds(job, num_tokens)
         for name, service_s in charged.items():
             self._charge(self._tenants[name], service_s / self._round_s)
-        if self._ahead and self._order[0][0] > self._earliest_round:
-            self._earliest_round = self._order[0][0]
+        if self._ahead and self._order.earliest_round > self._forgot_up_to:
+            self._forgot_up_to = self._order.earliest_round
             ahead = self._ahead.items()
-            self._ahead = {name: has for name, has in ahead if has > self._earliest_round}
+            self._ahead = {name: has for name, has in ahead if has > self._forgot_up_to}
 
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         if len(self._tenants) == 1:
@@ -226,33 +195,31 @@ class FairShares:
         alone = self._alone()
         if alone is not None:
             return alone.policy.next_run_estimate(now)
-        return _EstimateOfTenants(self._tenants, self._walked_before, now)
+        return EstimateOfTenants(self._tenants, self._walked_before, now)
 
     def on_place_changed(self, job: Job) -> None:
         tenant = self._tenants[job.service.tenant]
-        tenant.num_at[self._places[job.number]] -= 1
-        tenant.num_at[job.place] += 1
+        self._order.count(tenant, self._places[job.number], -1)
+        self._order.count(tenant, job.place, 1)
         self._places[job.number] = job.place
         tenant.policy.on_place_changed(job)
 
     def by_next_run(
         self, place: Place, estimate: NextRunEstimate, *, last_first: bool
     ) -> Iterator[Job]:
-        if not isinstance(estimate, _EstimateOfTenants):
+        if not isinstance(estimate, EstimateOfTenants):
             (alone,) = self._tenants.values()
             return alone.policy.by_next_run(place, estimate, last_first=last_first)
-        walked = self._walked_before
+        walked, keys = self._walked_before, self._order.at[place]
+        first = (job for job in _in_order(list(walked.values()), last_first) if job.place is place)
         others = (
             job
-            for _, rank in (reversed(self._order) if last_first else self._order)
-            if self._of_rank[rank].num_at[place]
+            for _, rank in _in_order(keys, last_first)
             for job in self._of_rank[rank].policy.by_next_run(
                 place, estimate.of_tenant(self._of_rank[rank]), last_first=last_first
             )
             if job.number not in walked
         )
-        first = reversed(walked.values()) if last_first else walked.values()
-        first = (job for job in first if job.place is place)
         return chain(others, first) if last_first else chain(first, others)
 
     def level_sizes(self) -> Sequence[int]:
@@ -269,7 +236,7 @@ class FairShares:
         of_tenants = (tenant.policy for tenant in list(self._tenants.values()))
         return [self._default, *(policy for policy in of_tenants if policy is not self._default)]
 
-    def _alone(self) -> _Tenant | None:
+    def _alone(self) -> Tenant | None:
         """The tenant, if it is the only one that counts."""
         if len(self._tenants) != 1 or self._ahead:
             return None
@@ -278,26 +245,31 @@ class FairShares:
     def _current_costs(self) -> TokenCosts:
         return TokenCosts.of(self.limits, self._times, self._max_model_len)
 
-    def _join(self, name: str) -> _Tenant:
+    def _join(self, name: str) -> Tenant:
         """A tenant gets its first job."""
         policy = self._default if self._default_is_free else self._make_policy()
         self._default_is_free = False
-        counter = max(self._ahead.pop(name, 0.0), self._order[0][0] if self._order else 0)
+        counter = self._ahead.pop(name, 0.0)
+        if self._tenants:
+            counter = max(counter, self._order.earliest_round)
         self._num_joined += 1
         weight = self._weights.get(name, 1.0)
-        tenant = _Tenant(name, weight, -self._num_joined, policy, counter)
+        tenant = Tenant(name, weight, -self._num_joined, policy, counter)
         self._tenants[name] = self._of_rank[tenant.rank] = tenant
-        insort(self._order, tenant.order_key)
+        self._order.total_weight += weight
+        self._order.add(tenant)
         return tenant
 
-    def _leave(self, tenant: _Tenant) -> None:
+    def _leave(self, tenant: Tenant) -> None:
         """A tenant has no job any more."""
         del self._tenants[tenant.name], self._of_rank[tenant.rank]
-        del self._order[bisect_left(self._order, tenant.order_key)]
-        if not self._order:
+        self._order.remove(tenant)
+        self._order.total_weight -= tenant.weight
+        if not self._tenants:
+            self._order.total_weight = 0.0  # without rounding errors
             self._ahead.clear()
-            self._earliest_round = 0
-        elif tenant.counter > self._order[0][0]:
+            self._forgot_up_to = 0.0
+        elif tenant.counter > self._order.earliest_round:
             self._ahead[tenant.name] = tenant.counter
         if tenant.policy is self._default:
             self._default_is_free = True
@@ -305,97 +277,15 @@ class FairShares:
             self._num_demotions_before += tenant.policy.num_demotions
             self._num_promotions_before += tenant.policy.num_promotions
 
-    def _charge(self, tenant: _Tenant, rounds: float) -> None:
-        before = tenant.order_key
-        tenant.counter += rounds / tenant.weight
-        if tenant.order_key != before:
-            del self._order[bisect_left(self._order, before)]
-            insort(self._order, tenant.order_key)
+    def _charge(self, tenant: Tenant, rounds: float) -> None:
+        counter = tenant.counter + rounds / tenant.weight
+        if math.floor(counter) == math.floor(tenant.counter):
+            tenant.counter = counter
+            return
+        self._order.remove(tenant)
+        tenant.counter = counter
+        self._order.add(tenant)
 
 
-class _WalkOfTenants:
-    """Yields the next job of the tenant in the earliest round. Each job puts its tenant back.
-
-    Jobs in flight have their seats in other batches, so they do not count.
-    """
-
-    def __init__(
-        self,
-        order: Sequence[tuple[int, int]],
-        of_rank: Mapping[int, _Tenant],
-        walked: dict[int, Job],
-        now: float,
-        in_flight: Collection[int],
-    ) -> None:
-        """
-        Args:
-            order: (round, rank) of all tenants, sorted.
-            walked: gets the jobs that are yielded.
-        """
-        self._next: list[tuple[float, int]] = [*order]  # sorted, so it is a heap
-        self._of_rank = of_rank
-        self._walked = walked
-        self._now = now
-        self._in_flight = in_flight
-        self._walks: dict[int, Walk] = {}  # by rank
-        self._open = set(Place)
-
-    def __iter__(self) -> Iterator[Job]:
-        return self
-
-    def __next__(self) -> Job:
-        while self._next:
-            position, rank = self._next[0]
-            walk = self._walks[rank] if rank in self._walks else self._start(rank)
-            job = None if walk is None else next(walk, None)
-            if job is None:
-                heappop(self._next)
-                continue
-            if job.number not in self._in_flight:
-                heapreplace(self._next, (position + 1 / self._of_rank[rank].weight, rank))
-            self._walked[job.number] = job
-            return job
-        raise StopIteration
-
-    def skip(self, place: Place) -> None:
-        if place in self._open:
-            self._open.discard(place)
-            for walk in self._walks.values():
-                walk.skip(place)
-
-    def _start(self, rank: int) -> Walk | None:
-        """The walk of a tenant. None: it has no job that may be yielded."""
-        tenant = self._of_rank[rank]
-        if not any(tenant.num_at[place] for place in self._open):
-            return None
-        walk = self._walks[rank] = tenant.policy.walk(self._now, self._in_flight)
-        for place in Place:
-            if place not in self._open:
-                walk.skip(place)
-        return walk
-
-
-class _EstimateOfTenants:
-    """Estimates of jobs of several tenants. A tenant's policy makes its own when it is needed."""
-
-    def __init__(
-        self, tenants: Mapping[str, _Tenant], walked: Mapping[int, Job], now: float
-    ) -> None:
-        self._tenants = tenants
-        self._position = {number: position for position, number in enumerate(walked)}
-        self._now = now
-        self._of_tenant: dict[int, NextRunEstimate] = {}  # by rank
-
-    def of_tenant(self, tenant: _Tenant) -> NextRunEstimate:
-        """That of the tenant's own policy."""
-        estimate = self._of_tenant.get(tenant.rank)
-        if estimate is None:
-            estimate = self._of_tenant[tenant.rank] = tenant.policy.next_run_estimate(self._now)
-        return estimate
-
-    def __call__(self, job: Job) -> tuple[float, ...]:
-        position = self._position.get(job.number)
-        if position is not None:
-            return -1.0, position
-        tenant = self._tenants[job.service.tenant]
-        return *tenant.order_key, *self.of_tenant(tenant)(job)
+def _in_order(items: Sequence[_T], last_first: bool) -> Iterable[_T]:
+    return reversed(items) if last_first else items

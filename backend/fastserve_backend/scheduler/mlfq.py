@@ -12,7 +12,7 @@ ran little.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import count
@@ -142,9 +142,7 @@ class MLFQ:
             self._move(job, self._entries[job.number], 0)
             self._entries[job.number].ticket = _FIRST_TICKET + self._promotion.turn_number(job)
             self._queues[0].move(job, self._entries[job.number].ticket)
-        return MergedWalk(
-            lambda place: _by_level([queue.part(place).items() for queue in self._queues])
-        )
+        return MergedWalk(lambda place: _by_level(self._queues, place))
 
     def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
         return self.limits.for_load(num_prompts, num_decodes)
@@ -255,7 +253,10 @@ class MLFQ:
         entry.used_s = 0.0
 
 
-def _by_level(queues: Sequence[Iterable[tuple[OrderKey, Job]]]) -> Iterator[tuple[OrderKey, Job]]:
+def _by_level(
+    queues: Sequence[SplitOrder[OrderedJobs]], place: Place
+) -> Iterator[tuple[OrderKey, Job]]:
     for level, queue in enumerate(queues):
-        for (ticket, _), job in queue:
-            yield (level, ticket), job
+        if len(queue):
+            for (ticket, _), job in queue.part(place).items():
+                yield (level, ticket), job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from fastserve_backend.job import Job, Place
+from fastserve_backend.job import PLACES, Job, Place
 
 OrderKey = tuple[float, float]
 
@@ -30,7 +30,7 @@ class MergedWalk:
     """
 
     def __init__(self, part: Callable[[Place], Iterator[tuple[OrderKey, Job]]]) -> None:
-        self._parts = [part(place) for place in Place]
+        self._parts = [part(place) for place in PLACES]
         self._next = [next(items, None) for items in self._parts]
 
     def __iter__(self) -> Iterator[Job]:

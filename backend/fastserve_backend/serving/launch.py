@@ -132,6 +132,7 @@ class TritonServer:
         ``timeout_s`` begins after that.
 
         Raises:
+            ConfigError: ``tenants_file`` cannot be used.
             ModelError: there is no such model, or it cannot be fetched or read.
             PortInUseError: another process has one of the ports.
             ModelLoadError: the model refused its configuration or checkpoint, or generates nothing
@@ -204,6 +205,7 @@ class TritonServer:
         self.stop()
 
     def _prepare(self, installation: TritonInstallation, endpoints: Endpoints) -> None:
+        tenant = next(iter(self._config.tenants.read_weights()), "")
         try:
             self._runtime = RuntimeDirectory.create()
             write_repository(self._runtime.repository, self._config)
@@ -216,7 +218,7 @@ class TritonServer:
                 "some space, or set TMPDIR to another directory with a short path"
             ) from None
         self._new_server = partial(
-            ServerProcess, installation, self._runtime, flags, endpoints, self._log_path
+            ServerProcess, installation, self._runtime, flags, endpoints, self._log_path, tenant
         )
 
     def _launch(self) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TEXT_INPUT
+from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TENANT, TEXT_INPUT
 
 from fastserve_backend.serving.codec import GRPC_STATUS_HEADER
 from fastserve_backend.serving.endpoints import Endpoints
@@ -60,7 +60,11 @@ _RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 
 
 class ServerProcess:
-    """A started tritonserver. Call ``stop`` even if ``await_ready`` raised."""
+    """A started tritonserver. Call ``stop`` even if ``await_ready`` raised.
+
+    Args:
+        tenant: of the request that tries the model. It must be one that the model knows.
+    """
 
     def __init__(
         self,
@@ -69,8 +73,10 @@ class ServerProcess:
         backend_flags: list[str],
         endpoints: Endpoints,
         log_path: Path | None,
+        tenant: str,
     ) -> None:
         self._runtime = runtime
+        self._tenant = tenant
         self._endpoints = endpoints
         self._log_path = log_path
         self._stub_handle: int | None = None
@@ -242,7 +248,9 @@ class ServerProcess:
             raise problems[0]
 
     def _generate(self, timeout_s: float, problems: list[LaunchError]) -> None:
-        body = json.dumps({TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0})
+        body = json.dumps(
+            {TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0, TENANT: self._tenant}
+        )
         path = f"/v2/models/{MODEL_NAME}/generate"
         try:
             status, answer = self._request("POST", path, body, timeout_s)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastserve_kernels.activations import ACTIVATIONS, Activation
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
-from fastserve_kernels.cpu.operations import Operation, empty
+from fastserve_kernels.cpu.operations import Operation, empty, multiple
 from fastserve_kernels.cpu.program import Run
 from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.routes import Routes
@@ -24,11 +24,12 @@ _OPERATIONS = {
     "fs_paged_prefill": "2q8P13q2d",
     "fs_linear": "q4P5q",
     "fs_int8_linear": "q5P5q",
-    "fs_grouped_linear": "q7P4q",
+    "fs_grouped_linear": "q6P6q",
+    "fs_grouped_int8_linear": "q7P5q",
     "fs_quantized_linear": "q2Pq2P4q",
     "fs_quantized_rows": "qPq2P3q",
     "fs_sort_choices": "4P4q",
-    "fs_sum_choices": "q5P3q",
+    "fs_sum_choices": "q5P4q",
 }
 """Operations and the types of their arguments, see `Operation`."""
 _OPERATIONS_BY_ROW = {
@@ -38,6 +39,7 @@ _OPERATIONS_BY_ROW = {
     "fs_add": "q3P4q",
     "fs_scale": "qP3qd",
     "fs_scale_rows": "q2P3q",
+    "fs_scale_by_sigmoid": "q2P4q",
     "fs_clamp": "qP3qd",
     "fs_soft_cap": "qP3qd",
     "fs_activate": "q2P4q",
@@ -49,6 +51,7 @@ _OPERATIONS_BY_ROW = {
     "fs_add_rms_norm": "q5P4q2d",
     "fs_rms_norm_heads": "q2P5q2d",
     "fs_rotate": "q2P5q",
+    "fs_choose": "q3P5q",
     "fs_argmax_rows": "q2P3q",
 }
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -59,6 +62,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_quantized_bytes": (_INT, [_INT, _POINTER, _INT]),
     "fs_pack_quantized": (None, [_INT] + [_POINTER] * 7 + [_INT] * 2),
+    "fs_rounds_rows": (_INT, [_INT, _POINTER, _INT, _INT]),
 }
 _NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -105,11 +109,13 @@ class CompiledKernels:
         self._add = operation("fs_add")
         self._scale = operation("fs_scale")
         self._scale_rows = operation("fs_scale_rows")
+        self._scale_by_sigmoid = operation("fs_scale_by_sigmoid")
         self._clamp = operation("fs_clamp")
         self._soft_cap = operation("fs_soft_cap")
         self._activate = operation("fs_activate")
         self._activate_mul = operation("fs_activate_mul")
         self._clamped_swiglu = operation("fs_clamped_swiglu")
+        self._choose = operation("fs_choose")
         self._sort_choices = operation("fs_sort_choices")
         self._sum_choices = operation("fs_sum_choices")
         self._argmax_rows = operation("fs_argmax_rows")
@@ -119,8 +125,10 @@ class CompiledKernels:
         self._linear = operation("fs_linear")
         self._int8_linear = operation("fs_int8_linear")
         self._grouped_linear = operation("fs_grouped_linear")
+        self._grouped_int8_linear = operation("fs_grouped_int8_linear")
         self._quantized_bytes = functions.fs_quantized_bytes
         self._pack_quantized = functions.fs_pack_quantized
+        self._rounds_rows = functions.fs_rounds_rows
         self._quantized_linear = operation("fs_quantized_linear")
         self._quantized_rows = operation("fs_quantized_rows")
 
@@ -288,6 +296,15 @@ class CompiledKernels:
         )
         return x
 
+    def scale_by_sigmoid_(self, x: Tensor, gates: Tensor) -> Tensor:
+        """See `ops.scale_by_sigmoid_`."""
+        rows, size = x.shape
+        self._scale_by_sigmoid(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), gates.data_ptr(), rows, size, x.stride(0),
+            gates.stride(0),
+        )  # fmt: skip
+        return x
+
     def clamp_(self, x: Tensor, limit: float) -> Tensor:
         """See `ops.clamp_`."""
         return _in_place(self._clamp, x, limit)
@@ -322,12 +339,22 @@ class CompiledKernels:
         """See `ops.clamped_swiglu`."""
         return _gate_mul(self._clamped_swiglu, x, alpha, limit)
 
+    def choose(self, scores: Tensor, choices: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
+        """See `ops.choose`."""
+        rows, count = scores.shape
+        weights, chosen = empty((rows, choices), torch.float32), empty((rows, choices), torch.int64)
+        self._choose(
+            _DTYPE_CODES[scores.dtype], scores.data_ptr(), weights.data_ptr(), chosen.data_ptr(),
+            rows, count, choices, scores.stride(0), renormalises,
+        )  # fmt: skip
+        return weights, chosen
+
     def sort_choices(self, experts: Tensor, first: int, count: int) -> Routes:
         """See `ops.sort_choices`. experts: contiguous."""
         num_tokens, choices = experts.shape
-        tokens = torch.empty(experts.numel(), dtype=torch.int32)
-        starts = torch.empty(count + 1, dtype=torch.int32)
-        places = torch.empty(experts.shape, dtype=torch.int32)
+        tokens = empty((multiple(num_tokens, choices),), torch.int32)
+        starts = empty((count + 1,), torch.int32)
+        places = empty((num_tokens, choices), torch.int32)
         self._sort_choices(
             experts.data_ptr(), tokens.data_ptr(), starts.data_ptr(), places.data_ptr(),
             num_tokens, choices, first, count,
@@ -338,10 +365,11 @@ class CompiledKernels:
         """See `ops.sum_choices`."""
         num_tokens, choices = weights.shape
         size = y.shape[1]
-        out = torch.empty((num_tokens, size), dtype=y.dtype)
+        out = empty((num_tokens, size), y.dtype)
         self._sum_choices(
             _DTYPE_CODES[y.dtype], y.data_ptr(), weights.data_ptr(), routes.places.data_ptr(),
-            routes.starts[-1:].data_ptr(), out.data_ptr(), num_tokens, choices, size,
+            routes.starts.data_ptr(), out.data_ptr(), num_tokens, choices, size,
+            len(routes.starts) - 1,
         )  # fmt: skip
         return out
 
@@ -429,23 +457,45 @@ class CompiledKernels:
         x: Tensor,
         starts: Tensor,
         rows: Tensor | None,
-        panels: Tensor,
-        scales: Tensor | None,
+        pieces: Tensor,
         biases: Tensor | None,
         out_features: int,
     ) -> Tensor:
         """See `GroupedLinear`. x: rows contiguous.
 
-        panels: [groups, packed_size], int8 if there are scales.
-        scales: [groups, out_features], contiguous, of x's dtype.
+        pieces: int64 [groups, most pieces of a group, 10], contiguous, see `QuantizedPanels`.
+            Unused ones are zeros.
         biases: [groups, out_features], contiguous, of x's dtype.
         """
-        y = torch.empty((len(x) if rows is None else len(rows), out_features), dtype=x.dtype)
+        y = empty((len(x) if rows is None else len(rows), out_features), x.dtype)
+        groups, most_pieces, _ = pieces.shape
         self._grouped_linear(
-            _DTYPE_CODES[x.dtype], x.data_ptr(), _address(rows),
-            starts.data_ptr(), panels.data_ptr(), _address(scales),
-            _address(biases), y.data_ptr(), len(panels), x.shape[1],
-            out_features, x.stride(0),
+            _DTYPE_CODES[x.dtype], x.data_ptr(), _address(rows), starts.data_ptr(),
+            pieces.data_ptr(), _address(biases), y.data_ptr(), len(y), groups, most_pieces,
+            x.shape[1], out_features, x.stride(0),
+        )  # fmt: skip
+        return y
+
+    def grouped_int8_linear(
+        self,
+        x: Tensor,
+        starts: Tensor,
+        rows: Tensor | None,
+        panels: Tensor,
+        scales: Tensor,
+        biases: Tensor | None,
+    ) -> Tensor:
+        """The same with packed int8 weights.
+
+        panels: int8 [groups, packed_size].
+        scales: [groups, out_features], contiguous, of x's dtype.
+        """
+        groups, out_features = scales.shape
+        y = empty((len(x) if rows is None else len(rows), out_features), x.dtype)
+        self._grouped_int8_linear(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), _address(rows), starts.data_ptr(),
+            panels.data_ptr(), scales.data_ptr(), _address(biases), y.data_ptr(), len(y), groups,
+            x.shape[1], out_features, x.stride(0),
         )  # fmt: skip
         return y
 
@@ -471,6 +521,11 @@ class CompiledKernels:
             *(None if one is None else one.data_ptr() for one in numbers),
             panels.data_ptr(), codes.shape[1], codes.stride(0),
         )  # fmt: skip
+
+    def rounds_rows(self, pieces: Tensor, in_features: int, dtype: torch.dtype) -> bool:
+        """Whether `quantized_linear` rounds rows of `dtype` for these pieces."""
+        code = _DTYPE_CODES[dtype]
+        return bool(self._rounds_rows(code, pieces.data_ptr(), len(pieces), in_features))
 
     def quantized_linear(
         self, x: Tensor, pieces: Tensor, bias: Tensor | None, out_features: int, relu: bool

@@ -31,6 +31,10 @@ class Recorder(Protocol):
         """A contiguous tensor for results of operations. Its first dimension counts rows."""
         ...
 
+    def multiple(self, count: int, factor: int) -> None:
+        """Operations may have `factor` times as many rows as this count."""
+        ...
+
 
 class _OfThread(threading.local):
     recorder: Recorder | None = None
@@ -79,3 +83,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if of_thread.recorder is None:
         return torch.empty(shape, dtype=dtype)
     return of_thread.recorder.empty(shape, dtype)
+
+
+def multiple(count: int, factor: int) -> int:
+    """count * factor, as a number of rows of operations. count: one that operations had before."""
+    if of_thread.recorder is not None:
+        of_thread.recorder.multiple(count, factor)
+    return count * factor

@@ -135,6 +135,11 @@ def scale_rows_(x: Tensor, factors: Tensor) -> Tensor:
     return x.mul_(factors)
 
 
+def scale_by_sigmoid_(x: Tensor, gates: Tensor) -> Tensor:
+    """See `ops.scale_by_sigmoid_`."""
+    return x.copy_(x.float() * torch.sigmoid(gates.float()))
+
+
 def clamp_(x: Tensor, limit: float) -> Tensor:
     """See `ops.clamp_`."""
     return x.clamp_(-limit, limit)
@@ -179,6 +184,15 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+
+
+def choose(scores: Tensor, choices: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
+    """See `ops.choose`."""
+    if renormalises:
+        top, chosen = scores.float().topk(choices)
+        return top.softmax(dim=-1), chosen
+    weights, chosen = scores.float().softmax(dim=-1).topk(choices)
+    return weights, chosen
 
 
 def sort_choices(experts: Tensor, first: int, count: int) -> Routes:

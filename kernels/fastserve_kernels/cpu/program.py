@@ -36,6 +36,7 @@ class Program:
         varying: pairs of a word's place and the number of the value that is added to it.
         in_second_part: pairs of a word's place and the bytes of a row: the word is an address from
             the row on that the value `split` counts.
+        multiples: values behind those of each run, which are such a value times a factor.
         calls: in the order of their positions.
         memory: of results and placeholders; it must live as long as the program.
     """
@@ -48,6 +49,7 @@ class Program:
         varying: Array,
         in_second_part: Array,
         split: int | None,
+        multiples: Sequence[tuple[int, int]],
         calls: Sequence[Call],
         memory: Sequence[Any],
     ) -> None:
@@ -57,6 +59,7 @@ class Program:
         self._places, self._values = varying.T.copy()
         self._split_places, self._row_bytes = in_second_part.T.copy()
         self._split = split
+        self._multiples = multiples
         self._calls = calls
         self._memory = memory
 
@@ -66,6 +69,7 @@ class Program:
         Args:
             values: in the order in which they were named while recording.
         """
+        values = [*values, *(values[value] * factor for value, factor in self._multiples)]
         now = np.array(values, dtype=np.int64)
         self._words[:] = self._constants
         self._words[self._places] += now[self._values]

@@ -13,6 +13,8 @@ from fastserve_kernels.quantized_weight import GroupNumbers, QuantizedWeight
 
 # As in quantized_panels.h.
 _BLOCK = 16
+PIECE_SIZE = 10
+"""Numbers of a StoredPiece."""
 _PLAIN, _FLOAT8 = 0, 9
 _NUMBERS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.int8: 4}
 _INT8 = torch.iinfo(torch.int8)
@@ -22,8 +24,8 @@ _INT8 = torch.iinfo(torch.int8)
 class QuantizedPanels:
     """Packed weights [out, in], one below the other.
 
-    pieces: int64 [weights, 10], a StoredPiece of quantized_panels.h for each weight. They refer to
-        the memory of `panels`.
+    pieces: int64 [weights, PIECE_SIZE], a StoredPiece of quantized_panels.h for each weight. They
+        refer to the memory of `panels`.
     """
 
     pieces: Tensor
@@ -58,7 +60,7 @@ def _pack_one(
     out, size = weight.shape
     if isinstance(weight, Tensor):
         panels = kernels.pack_weight(weight if weight.stride(1) == 1 else weight.contiguous())
-        return torch.tensor([panels.data_ptr(), out, _PLAIN] + [0] * 7), panels
+        return torch.tensor([panels.data_ptr(), out, _PLAIN] + [0] * (PIECE_SIZE - 3)), panels
     # The numbers of a superblock are side by side, so scales and offsets have the same ones.
     counts = {one.groups_of_step for one in (weight.scales, weight.offsets) if one is not None}
     groups_of_step = counts.pop() if len(counts) == 1 else 1
@@ -103,8 +105,8 @@ def _stored(
 def _fit_int8(values: Tensor) -> bool:
     if values.is_floating_point():
         return False
-    low, high = values.aminmax()
-    return bool(low >= _INT8.min and high <= _INT8.max)
+    low, high = (int(one) for one in values.aminmax())  # a uint8 is not compared with -128
+    return low >= _INT8.min and high <= _INT8.max
 
 
 def _narrowed(numbers: Tensor) -> Tensor:

@@ -57,6 +57,9 @@ class StepRecorder:
         self._num_values = 0
         self._counts: dict[int, int] = {}
         """Value by placeholder."""
+        self._multiples: list[tuple[int, int]] = []
+        """Values that follow those of each run: the value that each is a multiple of, and its
+        factor."""
         self._split: tuple[int, int] | None = None
         self._regions: list[_Region] = []
         self._free: dict[tuple[int, int], list[_Region]] = defaultdict(list)
@@ -150,6 +153,15 @@ class StepRecorder:
     def num_instructions(self) -> int:
         return len(self._instructions)
 
+    def multiple(self, count: int, factor: int) -> None:
+        value = self._counts[count]
+        if factor == 1 or (value, factor) in self._multiples:
+            return
+        if count * factor in self._counts:
+            raise UnrecordableError(f"{count * factor} rows stand for two counts")
+        self._counts[count * factor] = self._num_values + len(self._multiples)
+        self._multiples.append((value, factor))
+
     def program(self, run: Run) -> Program:
         """What was noted. `run`: the library's function."""
         return Program(
@@ -159,6 +171,7 @@ class StepRecorder:
             np.array(self._varying, dtype=np.int64).reshape(-1, 2),
             np.array(self._in_second_part, dtype=np.int64).reshape(-1, 2),
             None if self._split is None else self._split[1],
+            self._multiples,
             self._calls,
             [region.memory for region in self._regions],
         )

@@ -59,6 +59,21 @@ def grouped_linear(
     return y
 
 
+@triton.jit
+def group_of_tile(starts, groups, tile, GROUPS: tl.constexpr, ROW_TILE: tl.constexpr):
+    """The group that a tile of rows belongs to, `groups` for a tile past the last one; and the
+    tile's number within the group."""
+    group_ids = tl.arange(0, GROUPS)
+    inside = group_ids < groups
+    counts = tl.load(starts + group_ids + 1, inside, other=0)
+    counts -= tl.load(starts + group_ids, inside, other=0)
+    # Tiles up to each group's last. The tile's group is the first with more than its number.
+    tiles_until = tl.cumsum((counts + ROW_TILE - 1) // ROW_TILE, 0)
+    is_before = tiles_until <= tile
+    group = tl.sum(is_before.to(tl.int32), 0)
+    return group, tile - tl.max(tl.where(is_before, tiles_until, 0), 0)
+
+
 # As in `_int8_linear`, the weight's tile is the first factor.
 @triton.jit
 def _grouped_linear(
@@ -66,19 +81,9 @@ def _grouped_linear(
     HAS_SCALES: tl.constexpr, HAS_BIASES: tl.constexpr,
     GROUPS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    group_ids = tl.arange(0, GROUPS)
-    inside = group_ids < groups
-    counts = tl.load(starts + group_ids + 1, inside, other=0)
-    counts -= tl.load(starts + group_ids, inside, other=0)
-    # Tiles up to each group's last. The program's group is the first with more than its tile's
-    # number.
-    tiles_until = tl.cumsum((counts + ROW_TILE - 1) // ROW_TILE, 0)
-    is_before = tiles_until <= tile
-    group = tl.sum(is_before.to(tl.int32), 0)
+    group, tile_of_group = group_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
     if group >= groups:
         return
-    tile_of_group = tile - tl.max(tl.where(is_before, tiles_until, 0), 0)
     end = tl.load(starts + group + 1)
     row = tl.load(starts + group) + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)

@@ -174,14 +174,14 @@ def _is_half(numbers: Tensor) -> bool:
 
 
 @triton.jit
-def load_numbers(scales, offsets, at, CENTER: tl.constexpr):
+def load_numbers(scales, offsets, at, CENTER: tl.constexpr, mask=None):
     """Loads what `dequantize` needs of groups: their scales, and the weight of code 0."""
-    scale = tl.load(scales + at)
+    scale = tl.load(scales + at, mask)
     if scale.dtype == tl.int32:
         low = (scale >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         scale = (scale & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif offsets is not None:
-        low = tl.load(offsets + at)
+        low = tl.load(offsets + at, mask)
     else:
         low = tl.zeros_like(scale)
     if CENTER != 0:

@@ -84,27 +84,26 @@ def quantized_linear(
 
 # As in `_int8_linear`, the weight's tile is the first factor. Each warp has all columns of its own
 # rows of the weight, so that no code is dequantized twice.
-@triton.jit(do_not_specialize=["rows", "steps"])
-def _quantized_linear(
-    x, words, scales, offsets, bias, y, rows, out_features, in_features, row_words, row_scales,
-    steps, x_stride, y_stride, split_stride,
+@triton.jit
+def sums_of_tile(
+    row_of_x, has_row, row_of_words, scales, offsets, out, has_out, in_features, row_scales,
+    first, last,
     BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, CENTER: tl.constexpr,
-    IS_WIDE: tl.constexpr, RELU: tl.constexpr, HAS_REST: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
+    IS_WIDE: tl.constexpr, HAS_REST: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
 ):  # fmt: skip
+    """float32 [OUT_TILE, ROW_TILE], over the blocks of words from `first` up to `last`.
+
+    row_of_x, row_of_words: pointers to rows, [1, ROW_TILE] and [OUT_TILE, 1].
+    out: [OUT_TILE], the weight's rows. has_out: which of them are read; None: all.
+    """
     BLOCKS: tl.constexpr = BITS // 4  # a step, of 128 columns
-    row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
-    out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
-    has_row, has_out = row < rows, out < out_features
     inner = tl.arange(0, BLOCK_WORDS)
-    row_of_x = x + row.to(tl.int64)[None, :] * x_stride
-    row_of_words = words + out.to(tl.int64)[:, None] * row_words + inner[None, :]
-    first = tl.program_id(2) * steps * BLOCKS
-    last = tl.minimum(first + steps * BLOCKS, row_words // BLOCK_WORDS)
+    mask = None if has_out is None else has_out[:, None]
     sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     for start in range(first, last, BLOCKS):
         for block in tl.static_range(BLOCKS):
-            codes = tl.load(row_of_words + (start + block) * BLOCK_WORDS)
+            codes = tl.load(row_of_words + (start + block) * BLOCK_WORDS + inner[None, :], mask)
             # In three dimensions, as the compiler then dequantizes them where the product wants
             # them, without a detour through shared memory.
             codes = tl.reshape(codes, OUT_TILE, 1, BLOCK_WORDS)
@@ -112,7 +111,7 @@ def _quantized_linear(
                 begin = (start + block) * (32 // BITS * BLOCK_WORDS) + place * BLOCK_WORDS
                 if place * BLOCK_WORDS % GROUP == 0:
                     numbers = (begin // GROUP).to(tl.int64) * row_scales + out[:, None]
-                    scale, low = load_numbers(scales, offsets, numbers, CENTER)
+                    scale, low = load_numbers(scales, offsets, numbers, CENTER, mask)
                 at = begin + inner
                 has_x = has_row[None, :]
                 if HAS_REST:
@@ -123,6 +122,30 @@ def _quantized_linear(
                 )
                 weight = tl.reshape(weight, OUT_TILE, BLOCK_WORDS).to(values.dtype)
                 sums = tl.dot(weight, values, acc=sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows", "steps"])
+def _quantized_linear(
+    x, words, scales, offsets, bias, y, rows, out_features, in_features, row_words, row_scales,
+    steps, x_stride, y_stride, split_stride,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, CENTER: tl.constexpr,
+    IS_WIDE: tl.constexpr, RELU: tl.constexpr, HAS_REST: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
+    out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    has_row, has_out = row < rows, out < out_features
+    row_of_x = x + row.to(tl.int64)[None, :] * x_stride
+    row_of_words = words + out.to(tl.int64)[:, None] * row_words
+    blocks: tl.constexpr = BITS // 4  # a step, of 128 columns
+    first = tl.program_id(2) * steps * blocks
+    last = tl.minimum(first + steps * blocks, row_words // BLOCK_WORDS)
+    sums = sums_of_tile(
+        row_of_x, has_row, row_of_words, scales, offsets, out, None, in_features, row_scales,
+        first, last, BITS, IS_FLOAT, GROUP, CENTER, IS_WIDE, HAS_REST, BLOCK_WORDS, ROW_TILE,
+        OUT_TILE,
+    )  # fmt: skip
     if bias is not None:
         sums += tl.load(bias + out, has_out, other=0.0).to(tl.float32)[:, None]
     if RELU:

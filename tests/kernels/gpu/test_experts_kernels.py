@@ -6,7 +6,9 @@ import pytest
 import torch
 from case_shapes import but_dtype
 from experts_cases import cases
+from fastserve_kernels import ops
 from kernel_cases import Case
+from quantized_cases import LAYERS
 from triton import knobs
 
 
@@ -16,3 +18,16 @@ from triton import knobs
 def test_case(case: Case, kernel_device: torch.device) -> None:
     for comparison in case.run(kernel_device):
         assert comparison.error <= comparison.limit, comparison.what
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("Q4_1 in parts", 4 + 32 / 32), ("Q6_K", 8 + 32 / 16), ("a mixture", 16)]
+)
+def test_few_bits_stay_in_memory(name: str, bits: float, kernel_device: torch.device) -> None:
+    """If all weights of all groups have one layout."""
+    _, parts, _, _ = next(layer for layer in LAYERS if layer[0] == name)
+    out = sum(count for _, count in parts)
+    linear = ops.GroupedLinear(64, out, 256, bias=False, dtype=torch.float16, device=kernel_device)
+    for group in range(64):
+        linear.load(group, [make(count, 256) for make, count in parts])
+    assert linear.nbytes == 64 * out * 256 * bits / 8

@@ -44,6 +44,21 @@ ROW_LAUNCHES = [
     )
     for architecture, packing, by_ids in product((80, 90), ("Q4_K", "FP8"), (False, True))
 ]
+GROUPED_LAUNCHES = [
+    Launch(
+        "grouped_quantized",
+        architecture,
+        {
+            "dtype": "bfloat16",
+            "packing": packing,
+            "rows": rows,
+            "groups": 64,
+            "out_features": 1536,
+            "in_features": 2048,
+        },
+    )
+    for architecture, packing, rows in product((80, 90), ("Q4_1", "Q4_K", "FP8"), (8, 64 * 64))
+]
 # Shared memory of a program in bytes. The parameters for 8.0 also serve cards with less than an
 # A100.
 MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
@@ -51,11 +66,14 @@ MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 
 @cache
 def compiled(architecture: int) -> dict[str, list[CompiledKernel]]:
-    launches = [one for one in (*LAUNCHES, *ROW_LAUNCHES) if one.architecture == architecture]
+    all_launches = (*LAUNCHES, *ROW_LAUNCHES, *GROUPED_LAUNCHES)
+    launches = [one for one in all_launches if one.architecture == architecture]
     return dict(zip(map(str, launches), compile_launches(launches), strict=True))
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=map(str, LAUNCHES))
+@pytest.mark.parametrize(
+    "launch", [*LAUNCHES, *GROUPED_LAUNCHES], ids=map(str, [*LAUNCHES, *GROUPED_LAUNCHES])
+)
 def test_machine_code(launch: Launch) -> None:
     kernel, *others = compiled(launch.architecture)[str(launch)]
     what = f"{kernel.registers} registers, {kernel.shared_bytes} bytes, {dict(kernel.instructions)}"

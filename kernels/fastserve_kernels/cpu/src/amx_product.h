@@ -29,6 +29,7 @@ struct Product<bf16> {
         Unit(const Unit&) = delete;
     };
 
+    static int64_t steps(int64_t in) { return steps_of<bf16>(in); }
     static int64_t first_row(int64_t tile, int64_t, int64_t rows) {
         return std::min(tile * ROWS, rows);
     }

@@ -87,6 +87,19 @@ static void scale_rows_any(const Team* team, int64_t dtype, void* x, const float
     });
 }
 
+// By the logistic function of a number for each row, which are `gate_stride` apart.
+static void scale_by_sigmoid_any(const Team* team, int64_t dtype, void* x, const void* gates,
+                                 int64_t rows, int64_t size, int64_t stride, int64_t gate_stride) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const T* const first = (const T*)gates;
+        map_rows(team, (const T*)x, (T*)x, rows, size, stride, stride,
+                 [=](vf values, int64_t i) {
+                     return times_sigmoid(values, splat(to_float(first[i * gate_stride])));
+                 });
+    });
+}
+
 // To -limit .. limit. A NaN stays one.
 static void clamp_any(const Team* team, int64_t dtype, void* x, int64_t rows, int64_t size,
                       int64_t stride, double limit) {
@@ -130,6 +143,7 @@ OPERATION(fs_zero_rows, zero_rows_any)
 OPERATION(fs_add, add_any)
 OPERATION(fs_scale, scale_any)
 OPERATION(fs_scale_rows, scale_rows_any)
+OPERATION(fs_scale_by_sigmoid, scale_by_sigmoid_any)
 OPERATION(fs_clamp, clamp_any)
 OPERATION(fs_soft_cap, soft_cap_any)
 OPERATION(fs_activate, activate_any)

@@ -8,6 +8,7 @@
 #include "int8_panels.h"
 #include "products.h"
 #include "quantized_panels.h"
+#include "rounded_rows.h"
 #include "team.h"
 
 namespace fastserve {
@@ -146,13 +147,12 @@ struct Plan {
     }
 };
 
-// count: panels of a weight.
-template <typename Panels, typename T>
+// P is the kind of product. count: panels of a weight, or of that with the most.
+template <typename Panels, typename T, typename P = Product<T>>
 static void linear(const Team* team, const std::vector<Group<T>>& groups, const RowsOfX<T>& row_of_x,
                    T* y, int64_t in, int64_t out, int64_t count, bool relu) {
-    using P = Product<T>;
     using X = typename P::X;
-    const int64_t steps = steps_of<T>(in);
+    const int64_t steps = P::steps(in);
     const int64_t tile_size = P::ROWS * std::max<int64_t>(1, steps);
     const int64_t most_tiles =
         std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
@@ -198,7 +198,9 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
                 const int64_t pass_steps =
                     std::min(Panels::PASS_STEPS, tiles > FEW_TILES ? P::PASS_STEPS : steps);
                 weights.use(groups[batch.group].panels);
-                const Output<T> output = output_of(groups[batch.group], weights.columns(panel, out));
+                const Columns columns = weights.columns(panel, out);
+                if (columns.count <= 0) continue;  // another group's weight has more panels
+                const Output<T> output = output_of(groups[batch.group], columns);
                 if constexpr (Panels::FEW_ROWS > 0) {
                     const auto [first, height] = plan.tiles[batch.first_tile];
                     const int64_t place = batch.first_tile - block.first_tile;
@@ -213,7 +215,7 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
                 int64_t begin = 0, end;
                 do {  // once for rows without elements, too
                     end = begin + std::min(pass_steps, steps - begin);
-                    const T* const of_steps = weights.steps(panel, begin, end);
+                    const auto of_steps = weights.steps(panel, begin, end);
                     for (int64_t tile = 0; tile < tiles; ++tile) {
                         const auto [first, height] = plan.tiles[batch.first_tile + tile];
                         const int64_t place = batch.first_tile + tile - block.first_tile;
@@ -244,17 +246,16 @@ static int64_t packed_size(int64_t out, int64_t in) {
     return panels_of(out) * steps_of<T>(in) * STEP_SIZE<T>;
 }
 
-// The groups that have rows, by where each one's begin; panels, scales and biases of all groups, one
-// after the other.
-template <typename Stored, typename T>
+// The groups that have rows, by where each one's begin; scales and biases of all groups, one after the
+// other. panels_of_group(g) are the panels of group g.
+template <typename T, typename F>
 static std::vector<Group<T>> groups_with_rows(int64_t count, const int32_t* starts,
-                                              const Stored* panels, const T* scales,
-                                              const T* biases, int64_t in, int64_t out) {
+                                              const F& panels_of_group, const T* scales,
+                                              const T* biases, int64_t out) {
     std::vector<Group<T>> groups;
     for (int64_t g = 0; g < count; ++g)
         if (starts[g] < starts[g + 1])
-            groups.push_back({panels + g * packed_size<T>(out, in),
-                              scales ? scales + g * out : nullptr,
+            groups.push_back({panels_of_group(g), scales ? scales + g * out : nullptr,
                               biases ? biases + g * out : nullptr, starts[g], starts[g + 1]});
     return groups;
 }
@@ -307,27 +308,73 @@ static void int8_linear_any(const Team* team, int64_t dtype, const void* x, cons
     });
 }
 
-// x [., in] -> y [., out]: rows from starts[g] up to starts[g + 1] of y have weight g, and are the rows
-// of x that `rows` names, or, without it, those of the same numbers. Other rows of y stay as they are.
-// panels: of all weights, one after the other, in INT8 if there are scales [groups, out]. biases
-// [groups, out] or null.
+// The panels of each group are a Pieces.
+template <typename T>
+static void linear_of_pieces(const Team* team, const std::vector<Group<T>>& groups,
+                             const RowsOfX<T>& row_of_x, T* y, int64_t in, int64_t out, bool relu) {
+    const auto pieces_of = [](const Group<T>& group) { return (const Pieces<T>*)group.panels; };
+    std::vector<Group<T>> rounding, plain, others;
+    int64_t most_panels = 0;
+    for (const Group<T>& group : groups) {
+        const Pieces<T>& pieces = *pieces_of(group);
+        most_panels = std::max(most_panels, pieces.panels());
+        if (round_rows(pieces)) rounding.push_back(group);
+        else (pieces.plain_panels() ? plain : others).push_back(group);
+    }
+#if defined(ROUNDS_ROWS)
+    if constexpr (sizeof(T) < sizeof(float))
+        if (!rounding.empty()) {
+            linear<RoundingPanels, T, RoundedProduct>(team, rounding, row_of_x, y, in, out,
+                                                      most_panels, relu);
+            if (rounding.size() == groups.size()) return;
+            if (team) team->barrier();  // the next product packs into the same memory
+        }
+#endif
+    if (others.empty()) {  // the usual case of experts without quantization
+        for (Group<T>& group : plain) group.panels = pieces_of(group)->plain_panels();
+        return linear<SamePanels<T>>(team, plain, row_of_x, y, in, out, most_panels, relu);
+    }
+    others.insert(others.end(), plain.begin(), plain.end());
+    linear<QuantizedPanels<T>>(team, others, row_of_x, y, in, out, most_panels, relu);
+}
+
+// x [., in] -> y [., out]: rows from starts[g] up to starts[g + 1] of y, which has `y_rows`, have weight
+// g, and are the rows of x that `rows` names, or, without it, those of the same numbers. Other rows of y
+// stay as they are. pieces: of each weight `count`, one below the other. biases [groups, out] or null.
 static void grouped_linear_any(const Team* team, int64_t dtype, const void* x, const int32_t* rows,
-                               const int32_t* starts, const void* panels, const void* scales,
-                               const void* biases, void* y, int64_t groups, int64_t in, int64_t out,
-                               int64_t x_stride) {
+                               const int32_t* starts, const void* pieces, const void* biases,
+                               void* y, [[maybe_unused]] int64_t y_rows, int64_t groups,
+                               int64_t count, int64_t in, int64_t out, int64_t x_stride) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        const RowsOfX<T> row_of_x{(const T*)x, x_stride, rows};
-        const auto groups_of = [&](auto* panels_of_type) {
-            return groups_with_rows(groups, starts, panels_of_type, (const T*)scales,
-                                    (const T*)biases, in, out);
+        std::vector<Pieces<T>> weights;
+        weights.reserve(groups);  // groups refer to them
+        const auto weight_of = [&](int64_t group) {
+            weights.emplace_back((const StoredPiece*)pieces + group * count, count, in);
+            return (const void*)&weights.back();
         };
-        if (scales)
-            linear<Int8Panels<T>>(team, groups_of((const int8_t*)panels), row_of_x, (T*)y, in, out,
-                                  panels_of(out), false);
-        else
-            linear<SamePanels<T>>(team, groups_of((const T*)panels), row_of_x, (T*)y, in, out,
-                                  panels_of(out), false);
+        linear_of_pieces(
+            team,
+            groups_with_rows(groups, starts, weight_of, (const T*)nullptr, (const T*)biases, out),
+            {(const T*)x, x_stride, rows}, (T*)y, in, out, false);
+    });
+}
+
+// The same in INT8. panels: of all weights, one after the other; scales [groups, out].
+static void grouped_int8_linear_any(const Team* team, int64_t dtype, const void* x,
+                                    const int32_t* rows, const int32_t* starts, const void* panels,
+                                    const void* scales, const void* biases, void* y,
+                                    [[maybe_unused]] int64_t y_rows, int64_t groups, int64_t in,
+                                    int64_t out, int64_t x_stride) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const auto panels_of_group = [&](int64_t group) {
+            return (const int8_t*)panels + group * packed_size<T>(out, in);
+        };
+        linear<Int8Panels<T>>(team,
+                              groups_with_rows(groups, starts, panels_of_group, (const T*)scales,
+                                               (const T*)biases, out),
+                              {(const T*)x, x_stride, rows}, (T*)y, in, out, panels_of(out), false);
     });
 }
 
@@ -338,9 +385,8 @@ static void quantized_linear_any(const Team* team, int64_t dtype, const void* x,
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const Pieces<T> weight((const StoredPiece*)pieces, count, in);
-        linear<QuantizedPanels<T>, T>(team, {{&weight, nullptr, (const T*)bias, 0, rows}},
-                                      {(const T*)x, x_stride, nullptr}, (T*)y, in, weight.out(),
-                                      weight.panels(), relu != 0);
+        linear_of_pieces<T>(team, {{&weight, nullptr, (const T*)bias, 0, rows}},
+                            {(const T*)x, x_stride, nullptr}, (T*)y, in, weight.out(), relu != 0);
     });
 }
 
@@ -381,8 +427,17 @@ extern "C" void fs_pack_quantized(int64_t dtype, const void* piece, const void* 
     });
 }
 
+// Whether products with these pieces round rows.
+extern "C" int64_t fs_rounds_rows(int64_t dtype, const void* pieces, int64_t count, int64_t in) {
+    using namespace fastserve;
+    return with_type(dtype, [&](auto type) {
+        return round_rows(Pieces<decltype(type)>((const StoredPiece*)pieces, count, in));
+    });
+}
+
 OPERATION(fs_linear, linear_any)
 OPERATION(fs_int8_linear, int8_linear_any)
 OPERATION(fs_grouped_linear, grouped_linear_any)
+OPERATION(fs_grouped_int8_linear, grouped_int8_linear_any)
 OPERATION(fs_quantized_linear, quantized_linear_any)
 OPERATION(fs_quantized_rows, quantized_rows_any)

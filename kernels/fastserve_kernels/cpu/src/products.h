@@ -36,6 +36,8 @@ struct Product {
     // What a thread holds while it multiplies.
     struct Unit {};
 
+    static int64_t steps(int64_t in) { return steps_of<T>(in); }
+
     // Tiles of nearly equal height: a thin last one would waste the multipliers.
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return tile * rows / tiles;

@@ -43,20 +43,21 @@ struct StoredPiece {
     int64_t scale, scale_step, offset, offset_step;  // Numbers
 };
 
-// The W lanes of VECTORS vectors, and the elements of the panel's steps that they become.
+// Where a column of a panel is in a Pair of T.
+struct Lane {
+    int vector, lane;
+};
+template <typename T>
+static Lane lane_of(int64_t column) {
+    const int n = (int)column;
+    return sizeof(T) == sizeof(float) ? Lane{n / W, n % W} : Lane{n % 2, n / 2};
+}
+
+// The vectors of a panel's step, two for each neighbour of the columns, as the step's elements.
 template <typename T>
 struct Lanes {
-    static constexpr int OF_STEP = STEP_SIZE<T> / W;  // vectors
+    static constexpr int OF_STEP = 2 * Dot<T>::DEPTH;  // vectors
 
-    // Where an element of a step is in its vectors.
-    static int place(int element) {
-        return sizeof(T) == sizeof(float) ? element : element % 2 * W + element / 2;
-    }
-    // A number for each column, in the order of `place`, to one for each lane.
-    static void spread(Pair numbers, vf* lanes) {
-        lanes[0] = numbers.a;
-        lanes[1] = numbers.b;
-    }
     static inline void store(T* step, const vf* lanes) { store_pair(step, {lanes[0], lanes[1]}); }
     static inline typename Dot<T>::Weights weights(const vf* lanes) {
         T step[STEP_SIZE<T>];
@@ -66,44 +67,29 @@ struct Lanes {
 };
 
 #if defined(__AVX512BF16__)
-// In the order of the panel, in which each column has two neighbours.
 template <>
 struct Lanes<bf16> {
-    static constexpr int OF_STEP = 4;
+    static constexpr int OF_STEP = 2 * Dot<bf16>::DEPTH;
 
-    static int place(int element) { return element; }
-    static void spread(Pair numbers, vf* lanes) {
-        vi first, second;
-        for (int i = 0; i < W; ++i) {
-            first[i] = i / 2;
-            second[i] = W / 2 + i / 2;
-        }
-        lanes[0] = __builtin_shuffle(numbers.a, first);
-        lanes[1] = __builtin_shuffle(numbers.a, second);
-        lanes[2] = __builtin_shuffle(numbers.b, first);
-        lanes[3] = __builtin_shuffle(numbers.b, second);
-    }
     static inline void store(bf16* step, const vf* lanes) {
         const auto [first, second] = weights(lanes);
         _mm512_storeu_si512(step, (__m512i)first);
         _mm512_storeu_si512(step + PAIR, (__m512i)second);
     }
     static inline Dot<bf16>::Weights weights(const vf* lanes) {
-        return {_mm512_cvtne2ps_pbh((__m512)lanes[1], (__m512)lanes[0]),
-                _mm512_cvtne2ps_pbh((__m512)lanes[3], (__m512)lanes[2])};
+        return {side_by_side(lanes[0], lanes[2]), side_by_side(lanes[1], lanes[3])};
+    }
+
+   private:
+    static inline __m512bh side_by_side(vf first, vf second) {
+        typedef uint16_t halves __attribute__((vector_size(64)));
+        halves order;
+        for (int i = 0; i < PAIR; ++i) order[i] = i / 2 + i % 2 * W;
+        const halves both = (halves)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+        return (__m512bh)__builtin_shuffle(both, order);
     }
 };
 #endif
-
-// Places of a column's numbers, and of its elements in a step's vectors.
-template <typename T>
-static int place_of_number(int64_t column) {
-    return Lanes<T>::place(Dot<T>::place(column)) / Dot<T>::DEPTH;
-}
-template <typename T>
-static int place_of_element(int64_t column, int64_t neighbour) {
-    return Lanes<T>::place(Dot<T>::place(column) + neighbour);
-}
 
 static inline vu words(const uint8_t* from) {
 #if defined(__AVX512F__)
@@ -156,8 +142,38 @@ static inline vf rounded(vf x) {
     return x;
 }
 
-// Values of the codes of a block, vector by vector, less the center. `n` is a constant to the compiler.
-// Bits past a whole number's become the last of its mantissa, if its exponent is that of 2^23.
+template <int64_t CODES>
+constexpr int64_t BYTES_OF_BLOCK = PLANE * (CODES >= k8Bits ? 8 : CODES);
+
+// A block has planes of one vector, whose lanes are words of 32 bits, one for each column. The bytes of a
+// word belong to four neighbours, so that a plane, shifted and masked, has the codes of four. Of codes
+// below 8 bits, the planes of the first 4 bits come first.
+struct Bits {
+    int plane, shift;
+};
+
+// The first 4 bits, or all 8, of neighbour k in vector v.
+template <int64_t CODES>
+constexpr Bits low_bits(int k, int v) {
+    if (CODES >= k8Bits) return {k / 4 * 2 + v, k % 4 * 8};
+    return {k / 8 * 2 + v, k % 4 * 8 + k / 4 % 2 * 4};
+}
+
+// The bits after them.
+template <int64_t CODES>
+constexpr Bits high_bits(int k, int v) {
+    if (CODES == k5Bits) return {4, k % 4 * 8 + v * 4 + k / 4};
+    return {4 + v, k % 4 * 8 + k / 4 * 2};
+}
+
+// A word's bits from `from` on, moved to `to`.
+static inline vu moved(vu word, int from, int to) {
+    return from < to ? word << (to - from) : word >> (from - to);
+}
+
+// Values of the codes of a block, less the center: of neighbour n / 2 in vector n % 2. `n` is a constant
+// to the compiler. Bits past a whole number's become the last of its mantissa, if its exponent is that
+// of 2^23.
 template <int64_t CODES>
 class Widener {
    public:
@@ -170,25 +186,20 @@ class Widener {
         second_ -= center;
     }
 
-    static constexpr int64_t BLOCK_BYTES =
-        PLANE * (CODES >= k8Bits ? 8 : CODES == k6Bits ? 6 : CODES == k5Bits ? 5 : 4);
-
     inline vf operator()(const uint8_t* block, int n) const {
+        const Bits low = low_bits<CODES>(n / 2, n % 2);
+        const vu word = load(block + low.plane * PLANE) >> low.shift;
         if constexpr (CODES == kFloat8) {
-            const vu code = load(block + n / 4 * PLANE) >> n % 4 * 8;
-            const vf magnitude = (vf)((code & 0x7fu) << 20) * 0x1p120f;
-            return (vf)((vu)magnitude | (code & 0x80u) << 24);
+            const vf magnitude = (vf)((word & 0x7fu) << 20) * 0x1p120f;
+            return (vf)((vu)magnitude | (word & 0x80u) << 24);
         } else if constexpr (CODES == k8Bits) {
-            return whole((load(block + n / 4 * PLANE) >> n % 4 * 8) & 0xffu);
+            return whole(word & 0xffu);
+        } else if constexpr (CODES == k4Bits) {
+            return looked_up(word);
         } else {
-            const vu low = load(block + n / 8 * PLANE) >> n % 8 * 4;
-            if constexpr (CODES == k4Bits) return looked_up(low);
-            constexpr int BITS = CODES == k6Bits ? 2 : 1, OF_PLANE = 32 / BITS;
-            // They are stored so that a shift brings them behind the low ones.
-            const int place = n % OF_PLANE * BITS;
-            const vu plane = load(block + (4 + n / OF_PLANE) * PLANE);
-            const vu high = place + BITS + 4 <= 32 ? plane >> place : plane << (32 - place);
-            const vu code = (low & 0xfu) | (high & ~0xfu);
+            const Bits high = high_bits<CODES>(n / 2, n % 2);
+            const vu plane = load(block + high.plane * PLANE);
+            const vu code = (word & 0xfu) | (moved(plane, high.shift, 4) & ~0xfu);
             if constexpr (CODES == k5Bits) return looked_up(code);
             return whole(code & 0x3fu);
         }
@@ -211,6 +222,12 @@ class Widener {
     vf center_, first_, second_;
 };
 
+template <int64_t CODES>
+static inline void fetch_ahead(const uint8_t* block) {
+    for (int64_t line = 0; line < BYTES_OF_BLOCK<CODES>; line += 64)
+        __builtin_prefetch(block + AHEAD + line);
+}
+
 // A weight [out, in] and its panels.
 template <typename T>
 class Piece {
@@ -221,9 +238,9 @@ class Piece {
             panel_bytes_ = steps * STEP_SIZE<T> * (int64_t)sizeof(T);
             return;
         }
-        const int64_t blocks = (steps * Dot<T>::DEPTH + BLOCK - 1) / BLOCK;
+        blocks_ = (steps * Dot<T>::DEPTH + BLOCK - 1) / BLOCK;
         block_bytes_ = PLANE * (stored.codes >= k8Bits ? 8 : stored.codes);
-        group_blocks_ = stored.group == in ? std::max<int64_t>(1, blocks) : stored.group / BLOCK;
+        group_blocks_ = stored.group == in ? std::max<int64_t>(1, blocks_) : stored.group / BLOCK;
         scale_bytes_ = PAIR * bytes_of(stored.scale);
         offset_bytes_ = PAIR * bytes_of(stored.offset);
         scale_step_bytes_ = PAIR * bytes_of(stored.scale_step);
@@ -233,7 +250,7 @@ class Piece {
         const int64_t blocks_of_superblock = stored.groups_of_step * group_blocks_;
         superblock_bytes_ = head_bytes_ + blocks_of_superblock * block_bytes_;
         panel_bytes_ =
-            (blocks + blocks_of_superblock - 1) / blocks_of_superblock * superblock_bytes_;
+            (blocks_ + blocks_of_superblock - 1) / blocks_of_superblock * superblock_bytes_;
     }
 
     int64_t out() const { return stored_.out; }
@@ -298,13 +315,68 @@ class Piece {
 
     bool is_plain() const { return stored_.codes == kPlain; }
 
+    // Whether each `blocks` of a column are in one group, or are a group each.
+    bool has_groups_for(int64_t blocks) const {
+        return stored_.codes != kPlain && stored_.codes != kFloat8 &&
+               (group_blocks_ == 1 || group_blocks_ % blocks == 0 || group_blocks_ == blocks_);
+    }
+
+    float center() const { return center_; }
+    bool has_offset() const { return stored_.offset != kNoNumbers; }
+    int64_t blocks() const { return blocks_; }
+
+    // f(the kind of codes, a constant).
+    template <typename F>
+    void with_codes(const F& f) const {
+        switch (stored_.codes) {
+            case k4Bits: return f(std::integral_constant<int64_t, k4Bits>());
+            case k5Bits: return f(std::integral_constant<int64_t, k5Bits>());
+            case k6Bits: return f(std::integral_constant<int64_t, k6Bits>());
+            case k8Bits: return f(std::integral_constant<int64_t, k8Bits>());
+            default: return f(std::integral_constant<int64_t, kFloat8>());
+        }
+    }
+
+    // f(codes, scale, offset, first, last) of the blocks from `begin` up to `end`, group by group: of the
+    // blocks from `first` up to `last`, whose codes are one after the other.
+    template <int64_t CODES, typename F>
+    __attribute__((always_inline)) inline void for_blocks(int64_t number, int64_t begin, int64_t end,
+                                                          const F& f) const {
+        const uint32_t group = begin / (uint32_t)group_blocks_;
+        int64_t group_end = (group + 1) * group_blocks_;
+        int64_t i = group % (uint32_t)stored_.groups_of_step;
+        const uint8_t* head =
+            panel(number) + group / (uint32_t)stored_.groups_of_step * superblock_bytes_;
+        const uint8_t* codes = head + head_bytes_ + i * group_blocks_ * BYTES_OF_BLOCK<CODES> +
+                               (begin - group * group_blocks_) * BYTES_OF_BLOCK<CODES>;
+        while (begin < end) {
+            const Pair scale = read_numbers(stored_.scale, head + steps_bytes_ + i * scale_bytes_,
+                                            stored_.scale_step, head);
+            Pair offset = {};
+            if (stored_.offset)
+                offset = read_numbers(stored_.offset, head + offsets_at_ + i * offset_bytes_,
+                                      stored_.offset_step, head + scale_step_bytes_);
+            f(codes, scale, offset, begin, std::min(group_end, end));
+            const int64_t blocks = std::min(group_end, end) - begin;
+            codes += blocks * BYTES_OF_BLOCK<CODES>;
+            begin = group_end;
+            group_end += group_blocks_;
+            if (++i == stored_.groups_of_step) {
+                i = 0;
+                head = codes;
+                codes += head_bytes_;
+            }
+        }
+    }
+
    private:
     // Into a panel of zeros.
     template <int64_t CODES>
     void pack_column(const Source& source, int64_t row, int64_t in, uint8_t* panel, int64_t n) const {
         const auto copy = [&](int64_t kind, const uint8_t* from, int64_t number, uint8_t* to) {
             const int64_t size = bytes_of(kind);
-            if (size) std::memcpy(to + place_of_number<T>(n) * size, from + number * size, size);
+            const auto [vector, lane] = lane_of<T>(n);
+            if (size) std::memcpy(to + (vector * W + lane) * size, from + number * size, size);
         };
         const int64_t of_step = stored_.groups_of_step, groups = in / stored_.group;
         const uint8_t* const codes = source.codes + row * source.stride;
@@ -322,32 +394,24 @@ class Piece {
             const int64_t end = (g + 1) * stored_.group;
             for (int64_t k = g * stored_.group; k < end; k += BLOCK, block += block_bytes_)
                 for (int64_t j = 0; j < std::min(BLOCK, end - k); ++j)
-                    pack_code<CODES>(block, n, j, codes[k + j]);
+                    pack_code<CODES>(block, n, (int)j, codes[k + j]);
         }
     }
 
     // The code of a column's k-th element, into a block of zeros.
     template <int64_t CODES>
-    static void pack_code(uint8_t* block, int64_t column, int64_t k, uint8_t code) {
-        const int lane = place_of_element<T>(column, k % Dot<T>::DEPTH);
-        const int n = (int)(k / Dot<T>::DEPTH) * Lanes<T>::OF_STEP + lane / W;
-        const auto add = [&](int plane, uint32_t bits) {
-            uint8_t* const at = block + plane * PLANE + lane % W * 4;
+    static void pack_code(uint8_t* block, int64_t column, int k, uint8_t code) {
+        const auto [vector, lane] = lane_of<T>(column);
+        const auto add = [&, lane = lane](Bits place, uint32_t bits) {
+            uint8_t* const at = block + place.plane * PLANE + lane * 4;
             uint32_t word;
             std::memcpy(&word, at, 4);
-            word |= bits;
+            word |= bits << place.shift;
             std::memcpy(at, &word, 4);
         };
-        if constexpr (CODES >= k8Bits) {
-            add(n / 4, (uint32_t)code << n % 4 * 8);
-        } else {
-            add(n / 8, (code & 0xfu) << n % 8 * 4);
-            constexpr int BITS = CODES - k4Bits;
-            if constexpr (BITS > 0) {
-                constexpr int OF_PLANE = 32 / BITS;
-                add(4 + n / OF_PLANE, (uint32_t)(code >> 4) << (n % OF_PLANE * BITS + 4) % 32);
-            }
-        }
+        add(low_bits<CODES>(k, vector), CODES >= k8Bits ? code : code & 0xfu);
+        if constexpr (CODES == k5Bits || CODES == k6Bits)
+            add(high_bits<CODES>(k, vector), (uint32_t)code >> 4);
     }
 
     // How an offset is added to the product of scale and code.
@@ -361,18 +425,6 @@ class Piece {
                (!is_byte || stored_.codes <= k6Bits);
     }
 
-    // f(the kind of codes, a constant).
-    template <typename F>
-    void with_codes(const F& f) const {
-        switch (stored_.codes) {
-            case k4Bits: return f(std::integral_constant<int64_t, k4Bits>());
-            case k5Bits: return f(std::integral_constant<int64_t, k5Bits>());
-            case k6Bits: return f(std::integral_constant<int64_t, k6Bits>());
-            case k8Bits: return f(std::integral_constant<int64_t, k8Bits>());
-            default: return f(std::integral_constant<int64_t, kFloat8>());
-        }
-    }
-
     // f(lanes) of each step from `begin` up to `end`, and of the rest of the last block.
     template <int64_t CODES, Sum SUM, typename F>
     __attribute__((always_inline)) inline void for_steps(int64_t number, int64_t begin, int64_t end,
@@ -380,61 +432,38 @@ class Piece {
         constexpr int64_t BLOCK_STEPS = BLOCK / Dot<T>::DEPTH;
         constexpr int OF_STEP = Lanes<T>::OF_STEP;
         const Widener<CODES> value(center_);
-        int64_t blocks = (end - begin + BLOCK_STEPS - 1) / BLOCK_STEPS;
-        const uint32_t first = begin / BLOCK_STEPS, group = first / (uint32_t)group_blocks_;
-        int64_t left = (group + 1) * group_blocks_ - first;  // of the group
-        int64_t i = group % (uint32_t)stored_.groups_of_step;
-        const uint8_t* head =
-            panel(number) + group / (uint32_t)stored_.groups_of_step * superblock_bytes_;
-        const uint8_t* codes =
-            head + head_bytes_ + ((i + 1) * group_blocks_ - left) * Widener<CODES>::BLOCK_BYTES;
-        while (blocks > 0) {
-            vf scale[OF_STEP], offset[OF_STEP];
-            const uint8_t* const scales = head + steps_bytes_ + i * scale_bytes_;
-            read_numbers(stored_.scale, scales, stored_.scale_step, head, scale);
-            if (SUM != kNoSum)
-                read_numbers(stored_.offset, head + offsets_at_ + i * offset_bytes_,
-                             stored_.offset_step, head + scale_step_bytes_, offset);
-            for (int64_t n = std::min(blocks, left); n > 0; --n) {
-                for (int64_t line = 0; line < Widener<CODES>::BLOCK_BYTES; line += 64)
-                    __builtin_prefetch(codes + AHEAD + line);
+        for_blocks<CODES>(
+            number, begin / BLOCK_STEPS, (end + BLOCK_STEPS - 1) / BLOCK_STEPS,
+            [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
+                for (; first < last; ++first, codes += BYTES_OF_BLOCK<CODES>) {
+                    fetch_ahead<CODES>(codes);
 #pragma GCC unroll 32
-                for (int n = 0; n < VECTORS; n += OF_STEP) {
-                    vf lanes[OF_STEP];
+                    for (int n = 0; n < VECTORS; n += OF_STEP) {
+                        vf lanes[OF_STEP];
 #pragma GCC unroll 4
-                    for (int i = 0; i < OF_STEP; ++i) {
-                        lanes[i] = value(codes, n + i) * scale[i];
-                        if (SUM == kRoundedSum) lanes[i] = rounded(lanes[i]);
-                        if (SUM != kNoSum) lanes[i] += offset[i];
+                        for (int i = 0; i < OF_STEP; ++i) {
+                            lanes[i] = value(codes, n + i) * (i % 2 ? scale.b : scale.a);
+                            if (SUM == kRoundedSum) lanes[i] = rounded(lanes[i]);
+                            if (SUM != kNoSum) lanes[i] += i % 2 ? offset.b : offset.a;
+                        }
+                        f(lanes);
                     }
-                    f(lanes);
                 }
-                codes += Widener<CODES>::BLOCK_BYTES;
-            }
-            blocks -= left;
-            left = group_blocks_;
-            if (++i == stored_.groups_of_step) {
-                i = 0;
-                head = codes;
-                codes += head_bytes_;
-            }
-        }
+            });
     }
 
-    __attribute__((always_inline)) static inline void read_numbers(int64_t kind, const uint8_t* from,
+    __attribute__((always_inline)) static inline Pair read_numbers(int64_t kind, const uint8_t* from,
                                                                    int64_t step_kind,
-                                                                   const uint8_t* steps, vf* lanes) {
-        Pair numbers = fastserve::read_numbers(kind, from);
-        if (step_kind) {
-            const Pair step = fastserve::read_numbers(step_kind, steps);
-            numbers = {numbers.a * step.a, numbers.b * step.b};
-        }
-        Lanes<T>::spread(numbers, lanes);
+                                                                   const uint8_t* steps) {
+        const Pair numbers = fastserve::read_numbers(kind, from);
+        if (!step_kind) return numbers;
+        const Pair step = fastserve::read_numbers(step_kind, steps);
+        return {numbers.a * step.a, numbers.b * step.b};
     }
 
     StoredPiece stored_;
     float center_;
-    int64_t block_bytes_ = 0, group_blocks_ = 1, scale_bytes_ = 0, offset_bytes_ = 0,
+    int64_t blocks_ = 0, block_bytes_ = 0, group_blocks_ = 1, scale_bytes_ = 0, offset_bytes_ = 0,
             scale_step_bytes_ = 0, steps_bytes_ = 0, offsets_at_ = 0, head_bytes_ = 0,
             superblock_bytes_ = 0, panel_bytes_ = 0;
 };
@@ -458,6 +487,21 @@ class Pieces {
 
     int64_t panels() const { return panels_; }
     int64_t out() const { return out_; }
+    // Its panels, if it is one piece of the product's own type; null otherwise.
+    const void* plain_panels() const {
+        const Piece<T>& first = places_[0].piece;
+        return first.is_plain() && first.out() == out_ ? first.panel(0) : nullptr;
+    }
+    template <typename F>
+    bool all(const F& f) const {
+        return std::all_of(places_.begin(), places_.end(),
+                           [&](const Place& place) { return f(place.piece); });
+    }
+    Columns columns(int64_t panel) const {
+        const auto& [piece, first_panel, first_column] = with_panel(panel);
+        const int64_t column = (panel - first_panel) * PAIR;
+        return {first_column + column, (int)std::min<int64_t>(PAIR, piece.out() - column)};
+    }
     const Place& with_panel(int64_t panel) const {
         size_t i = places_.size() - 1;
         while (panel < places_[i].first_panel) --i;
@@ -507,11 +551,7 @@ class QuantizedPanels {
         return {(const char*)piece.panel(panel - first_panel + 1) + pass * bytes / passes,
                 bytes / std::max<int64_t>(1, steps_) / passes};
     }
-    Columns columns(int64_t panel, int64_t) const {
-        const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
-        const int64_t column = (panel - first_panel) * PAIR;
-        return {first_column + column, (int)std::min<int64_t>(PAIR, piece.out() - column)};
-    }
+    Columns columns(int64_t panel, int64_t) const { return pieces_->columns(panel); }
 
    private:
     const Pieces<T>* pieces_ = nullptr;

@@ -1,0 +1,278 @@
+// Products of weights of few bits with rows that are rounded to 8 bits. Each ROUNDED neighbours of a row
+// share a scale. Their products with codes are summed as whole numbers, which is exact, and an
+// instruction does four of them in a lane. So this takes less time than to widen the weights.
+#pragma once
+
+#include "int8_tokens.h"
+#include "quantized_panels.h"
+
+// AMX multiplies widened weights faster.
+#if (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))) && !defined(USES_AMX)
+#define ROUNDS_ROWS
+
+namespace fastserve {
+
+constexpr int64_t BLOCKS_OF_GROUP = 2, ROUNDED = BLOCKS_OF_GROUP * BLOCK;
+
+// Neighbours of a row, rounded.
+struct RoundedGroup {
+    int8_t codes[ROUNDED];  // zeros past the end of the row
+    float scale;
+    // Of all codes, and of each block's: their sum, and that times the scale.
+    int32_t sum, sum_of_block[BLOCKS_OF_GROUP];
+    float scaled, scaled_of_block[BLOCKS_OF_GROUP];
+};
+
+// In each lane, the sum of the 8 lanes that it is among: those of a block's elements in a Pair of bfloat16.
+template <int DISTANCE = 4>
+static inline vi sum_of_8(vi x) {
+    vi other;
+    for (int i = 0; i < W; ++i) other[i] = i ^ DISTANCE;
+    x += __builtin_shuffle(x, other);
+    if constexpr (DISTANCE > 1) return sum_of_8<DISTANCE / 2>(x);
+    return x;
+}
+
+// An element that is infinite or NaN makes the group NaN.
+static inline void round_group(const bf16* x, int64_t count, RoundedGroup* group) {
+    constexpr int PAIRS = ROUNDED / PAIR;
+    Pair pairs[PAIRS];
+    vf largest = {}, not_a_number = {};
+    for (int p = 0; p < PAIRS; ++p) {
+        const int64_t n = std::min<int64_t>(PAIR, count - p * PAIR);
+        pairs[p] = n > 0 ? load_pair_n(x + p * PAIR, (int)n) : Pair{};
+        largest = vmax(vmax(largest, magnitude(pairs[p].a)), magnitude(pairs[p].b));
+        not_a_number += pairs[p].a * 0.f;
+        not_a_number += pairs[p].b * 0.f;
+    }
+    // The reciprocal of a smaller number would be infinite.
+    constexpr float SMALLEST = 1e-30f;
+    const float most = hmax(largest);
+    const vf steps = splat(most > SMALLEST ? MOST_CODE / most : 0.f);
+    const vf magic = splat(12582912.f);  // 1.5 * 2^23: no fraction is left, and codes are the last bits
+    group->scale = most / MOST_CODE + hsum(not_a_number);
+    group->sum = 0;
+    for (int p = 0; p < PAIRS; ++p) {
+        const vu even = (vu)(pairs[p].a * steps + magic), odd = (vu)(pairs[p].b * steps + magic);
+        typedef uint16_t narrow __attribute__((vector_size(W * 2)));
+        const narrow codes = __builtin_convertvector((even & 0xffu) | (odd & 0xffu) << 8, narrow);
+        std::memcpy(group->codes + p * PAIR, &codes, sizeof codes);
+        const vi sums = sum_of_8((vi)(even + odd - 2 * (vu)magic));
+        for (int i = 0; i < W; i += 8) {
+            const int block = (p * W + i) / 8;
+            group->sum_of_block[block] = sums[i];
+            group->scaled_of_block[block] = group->scale * (float)sums[i];
+            group->sum += sums[i];
+        }
+    }
+    group->scaled = group->scale * (float)group->sum;
+}
+
+// Adds, in each lane, the products of four bytes without a sign and four bytes with one.
+static inline vi add_products(vi sum, vu codes, vi x) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#else
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#endif
+}
+
+// The codes of neighbours from 4 * quarter on, in vector v of a block.
+template <int64_t CODES>
+static inline vu codes_of_quarter(const uint8_t* block, int quarter, int v) {
+    const Bits low = low_bits<CODES>(4 * quarter, v);
+    const vu word = *(const vu_mem*)(block + low.plane * PLANE) >> low.shift;
+    if constexpr (CODES >= k8Bits) return word;
+    if constexpr (CODES == k4Bits) return word & 0x0f0f0f0fu;
+    const Bits high = high_bits<CODES>(4 * quarter, v);
+    const vu plane = *(const vu_mem*)(block + high.plane * PLANE);
+    return (word & 0x0f0f0f0fu) |
+           (moved(plane, high.shift, 4) & (CODES == k5Bits ? 0x10101010u : 0x30303030u));
+}
+
+// sums[m] += the products of row m with BLOCKS blocks, of which `block` is the first one's number in the
+// row's group.
+template <int64_t CODES, int BLOCKS, int M>
+__attribute__((always_inline)) static inline void add_blocks(const uint8_t* codes, int32_t center,
+                                                             Pair scale, const RoundedGroup* x,
+                                                             int block, Pair* sums) {
+    vi products[M][2];
+    for (int m = 0; m < M; ++m) {
+        const int32_t sum = BLOCKS == 1 ? x[m].sum_of_block[block] : x[m].sum;
+        products[m][0] = products[m][1] = -center * sum - vi{};
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCKS * BLOCK / 4; ++i) {
+        const uint8_t* const of_block = codes + i / 4 * BYTES_OF_BLOCK<CODES>;
+        if (i % 4 == 0) fetch_ahead<CODES>(of_block);
+        const vu first = codes_of_quarter<CODES>(of_block, i % 4, 0);
+        const vu second = codes_of_quarter<CODES>(of_block, i % 4, 1);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+            int32_t four;
+            std::memcpy(&four, x[m].codes + block * BLOCK + i * 4, 4);
+            const vi row = four - vi{};
+            products[m][0] = add_products(products[m][0], first, row);
+            products[m][1] = add_products(products[m][1], second, row);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+        const float of_row = x[m].scale;
+        sums[m].a += __builtin_convertvector(products[m][0], vf) * (scale.a * of_row);
+        sums[m].b += __builtin_convertvector(products[m][1], vf) * (scale.b * of_row);
+    }
+}
+
+// A panel of a piece.
+struct PieceOfPanel {
+    const Piece<bf16>* piece;
+    int64_t panel;
+
+    // sums [M] += the products of a tile of M rows with groups from `begin` up to `end`.
+    template <int M>
+    void add(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
+        piece->with_codes([&](auto codes_constant) {
+            constexpr int64_t CODES = decltype(codes_constant)::value;
+            if constexpr (CODES != kFloat8) {
+                add_codes<CODES, M>(begin, end, tile, sums);
+                if (piece->has_offset()) add_offsets<CODES, M>(begin, end, tile, sums);
+            }
+        });
+    }
+
+   private:
+    // What a group of the weight and one of the rows have in common.
+    struct Common {
+        const uint8_t* codes;
+        Pair scale, offset;
+        const RoundedGroup* x;  // of M rows
+        int64_t block, blocks;  // the first block's number in the rows' group, and how many
+    };
+
+    template <int64_t CODES, int M, typename F>
+    __attribute__((always_inline)) inline void for_common(int64_t begin, int64_t end,
+                                                          const RoundedGroup* tile,
+                                                          const F& f) const {
+        piece->template for_blocks<CODES>(
+            panel, begin * BLOCKS_OF_GROUP, std::min(end * BLOCKS_OF_GROUP, piece->blocks()),
+            [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
+                for (int64_t blocks; first < last; first += blocks) {
+                    blocks = std::min(last - first, BLOCKS_OF_GROUP);
+                    f(Common{codes, scale, offset, tile + first / BLOCKS_OF_GROUP * M,
+                             first % BLOCKS_OF_GROUP, blocks});
+                    codes += blocks * BYTES_OF_BLOCK<CODES>;
+                }
+            });
+    }
+
+    template <int64_t CODES, int M>
+    void add_codes(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
+        const int32_t center = (int32_t)piece->center();
+        Pair acc[M];  // in registers, as no one else has its address
+        for (int m = 0; m < M; ++m) acc[m] = sums[m];
+        for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
+            if (of.blocks == BLOCKS_OF_GROUP)
+                add_blocks<CODES, BLOCKS_OF_GROUP, M>(of.codes, center, of.scale, of.x, 0, acc);
+            else
+                add_blocks<CODES, 1, M>(of.codes, center, of.scale, of.x, (int)of.block, acc);
+        });
+        for (int m = 0; m < M; ++m) sums[m] = acc[m];
+    }
+
+    // After the codes: both together need more registers than there are.
+    template <int64_t CODES, int M>
+    void add_offsets(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
+        Pair acc[M];
+        for (int m = 0; m < M; ++m) acc[m] = sums[m];
+        for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
+            for (int m = 0; m < M; ++m) {
+                const RoundedGroup& x = of.x[m];
+                const bool is_whole = of.blocks == BLOCKS_OF_GROUP;
+                const float sum = is_whole ? x.scaled : x.scaled_of_block[of.block];
+                acc[m].a += of.offset.a * sum;
+                acc[m].b += of.offset.b * sum;
+            }
+        });
+        for (int m = 0; m < M; ++m) sums[m] = acc[m];
+    }
+};
+
+// As Product, a step being a group of the rows.
+struct RoundedProduct {
+#if defined(__AVX512F__)
+    static constexpr int ROWS = 6;
+#else
+    static constexpr int ROWS = 2;
+#endif
+    static constexpr int64_t PASS_STEPS = 32;
+    using X = RoundedGroup;
+
+    struct Unit {};
+
+    static int64_t steps(int64_t in) { return (in + ROUNDED - 1) / ROUNDED; }
+    static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
+        return tile * rows / tiles;
+    }
+
+    // [steps][height].
+    template <typename F>
+    static void pack(const F& row_of, int64_t height, int64_t in, X* tile) {
+        for (int64_t m = 0; m < height; ++m) {
+            const bf16* const row = row_of(m);
+            for (int64_t k = 0; k < steps(in); ++k)
+                round_group(row + k * ROUNDED, in - k * ROUNDED, tile + k * height + m);
+        }
+    }
+
+    static void of_tile(float* sums, int64_t stride, const X* tile, int64_t height,
+                        PieceOfPanel panel, int64_t begin, int64_t end, Ahead) {
+        with_rows<ROWS>(height, [&](auto constant) {
+            constexpr int M = decltype(constant)::value;
+            Pair acc[M];
+            for (int m = 0; m < M; ++m) acc[m] = begin > 0 ? load_pair(sums + m * stride) : Pair{};
+            panel.template add<M>(begin, end, tile, acc);
+            for (int m = 0; m < M; ++m) store_pair(sums + m * stride, acc[m]);
+        });
+    }
+};
+
+// Panels of Pieces for rounded rows.
+class RoundingPanels {
+   public:
+    static constexpr int FEW_ROWS = 0;
+    static constexpr int64_t PASS_STEPS = std::numeric_limits<int64_t>::max();
+
+    explicit RoundingPanels(int64_t) {}
+
+    void use(const void* pieces) { pieces_ = (const Pieces<bf16>*)pieces; }
+    PieceOfPanel steps(int64_t panel, int64_t, int64_t) const {
+        const auto& place = pieces_->with_panel(panel);
+        return {&place.piece, panel - place.first_panel};
+    }
+    // The product fetches ahead.
+    Ahead next(int64_t, int64_t, int64_t) const { return {}; }
+    Columns columns(int64_t panel, int64_t) const { return pieces_->columns(panel); }
+
+   private:
+    const Pieces<bf16>* pieces_ = nullptr;
+};
+
+}  // namespace fastserve
+#endif
+
+namespace fastserve {
+
+// Whether products with these pieces round rows, of any number: results must not depend on it. A row in
+// bfloat16 has been rounded to 8 bits already.
+template <typename T>
+static bool round_rows([[maybe_unused]] const Pieces<T>& pieces) {
+#if defined(ROUNDS_ROWS)
+    return sizeof(T) < sizeof(float) &&
+           pieces.all([](const auto& piece) { return piece.has_groups_for(BLOCKS_OF_GROUP); });
+#else
+    return false;
+#endif
+}
+
+}  // namespace fastserve

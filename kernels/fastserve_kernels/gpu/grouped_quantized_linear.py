@@ -1,0 +1,96 @@
+"""Multiplies the rows of each group by the group's weight of few bits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.device import capability
+from fastserve_kernels.gpu.grouped_linear import group_of_tile, grouped_linear
+from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
+from fastserve_kernels.gpu.packed_weight import BLOCK_WORDS, COLUMNS_MULTIPLE, PackedWeight
+from fastserve_kernels.gpu.quantized_linear import MOST_ROWS, sums_of_tile
+
+
+def variants(groups: int, dtype: torch.dtype, device: torch.device) -> list[int]:
+    """Numbers of rows such that each compiles other variants of `grouped_quantized_linear`."""
+    ways = launch_parameters.quantized_ways(dtype.itemsize, capability(device))
+    return [groups * rows for rows in (*(way.row_tile for way in ways), MOST_ROWS + 1)]
+
+
+def grouped_quantized_linear(
+    x: Tensor,
+    starts: Tensor,
+    rows: Tensor | None,
+    weight: PackedWeight,
+    biases: Tensor | None,
+    groups: int,
+) -> Tensor:
+    """See `GroupedLinear`. Products in x's dtype and sums in fp32, rounded once. The weight is
+    rounded to x's dtype.
+
+    x: [N, in], rows contiguous.
+    weight: of all groups, one below the other: [groups · out, in].
+    biases: [groups, out], contiguous, of x's dtype, or None.
+
+    Returns a new contiguous tensor [R, out].
+    Grid: as that of `grouped_linear`. With more than `MOST_ROWS` rows a group on average, the
+    weight is dequantized in memory.
+    """
+    count = len(x) if rows is None else len(rows)
+    out_features, in_features = weight.out_features // groups, weight.in_features
+    if cdiv(count, groups) > MOST_ROWS:
+        table = weight.dequantized(x.dtype, slice(0, weight.out_features))
+        weights = table.view(groups, out_features, in_features)
+        return grouped_linear(x, starts, rows, weights, None, biases)
+    y = torch.empty((count, out_features), dtype=x.dtype, device=x.device)
+    if count == 0:
+        return y
+    if rows is None:  # rather than a second variant of the kernel
+        rows = torch.arange(count, dtype=torch.int32, device=x.device)
+    parameters = launch_parameters.quantized_linear(
+        cdiv(count, groups), x.element_size(), capability(x.device)
+    )
+    tiles = min(count, count // parameters.row_tile + groups)
+    _grouped_quantized_linear[(tiles, cdiv(out_features, parameters.out_tile))](
+        x, starts, rows, weight.words, weight.scales, weight.offsets, biases, y,
+        groups, out_features, in_features, weight.words.shape[1], weight.scales.shape[1],
+        x.stride(0), **weight.layout.constants, HAS_REST=in_features % COLUMNS_MULTIPLE > 0,
+        GROUPS=next_power_of_2(groups), BLOCK_WORDS=BLOCK_WORDS, ROW_TILE=parameters.row_tile,
+        OUT_TILE=parameters.out_tile, num_warps=parameters.num_warps,
+        num_stages=parameters.num_stages,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _grouped_quantized_linear(
+    x, starts, rows, words, scales, offsets, biases, y, groups, out_features, in_features,
+    row_words, row_scales, x_stride,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, CENTER: tl.constexpr,
+    IS_WIDE: tl.constexpr, HAS_REST: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
+):  # fmt: skip
+    group, tile_of_group = group_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
+    if group >= groups:
+        return
+    end = tl.load(starts + group + 1)
+    row = tl.load(starts + group) + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
+    out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    has_row, has_out = row < end, out < out_features
+    row_of_x = x + tl.load(rows + row, has_row, other=0).to(tl.int64)[None, :] * x_stride
+    row_of_weight = group.to(tl.int64) * out_features + out
+    sums = sums_of_tile(
+        row_of_x, has_row, words + row_of_weight[:, None] * row_words, scales, offsets,
+        row_of_weight, has_out, in_features, row_scales, 0, row_words // BLOCK_WORDS,
+        BITS, IS_FLOAT, GROUP, CENTER, IS_WIDE, HAS_REST, BLOCK_WORDS, ROW_TILE, OUT_TILE,
+    )  # fmt: skip
+    if biases is not None:
+        sums += tl.load(biases + row_of_weight, has_out, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        y + row.to(tl.int64)[None, :] * out_features + out[:, None],
+        sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Tenants beside each other, through an engine with real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from collector import DEADLINE_S, Collector
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.errors import ConfigError, InvalidRequestError, TenantLimitError
+from fastserve_backend.job import FinishReason, JobOutput, ServiceLevel
+from live_engine import small_engine
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+FLOOD, PERSON = ServiceLevel(tenant="flood"), ServiceLevel(tenant="person")
+NUM_TOKENS = 20
+SHORT = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+
+
+class CountingCollector(Collector):
+    """Also notes how many iterations had ended at each output."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__()
+        self.iterations: list[int] = []
+        self._counters = llm.engine.counters
+
+    def __call__(self, output: JobOutput) -> None:
+        self.iterations.append(self._counters.iterations)
+        super().__call__(output)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "fcfs"}, {"policy": "skip_join_mlfq"}], ids=str)
+def test_a_flood_of_one_tenant_does_not_delay_another(
+    checkpoint: Path, tokenizer: Path, llm: LLM, options: dict[str, object]
+) -> None:
+    prompts = [[5 + number, 7, 9] for number in range(5)]
+    expected = [one.token_ids for one in llm.generate(prompts, SHORT, progress=False)]
+    with small_engine(checkpoint, tokenizer, **options) as small:
+        engine = small.engine
+        flood = [Collector() for _ in range(30)]
+        numbers = [engine.submit("flood", [5] * 20, LONG, sink, service=FLOOD) for sink in flood]
+        assert flood[0].started.wait(DEADLINE_S)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            sink = CountingCollector(small)
+            num_before = engine.counters.iterations
+            engine.submit("person", prompt, SHORT, sink, service=PERSON)
+            sink.wait()
+            assert sink.token_ids == tokens
+            # One iteration may run already, and one may be sent behind it.
+            assert sink.iterations[0] - num_before <= 3
+            assert sink.iterations[-1] - num_before <= NUM_TOKENS + 4
+        for number in numbers:
+            engine.cancel(number)
+        assert all(sink.wait().finish_reason is not FinishReason.ERROR for sink in flood)
+
+
+def test_a_tenant_at_its_limit_is_refused_and_others_are_served(
+    checkpoint: Path, tokenizer: Path
+) -> None:
+    options = {"tenant_max_queued": 2, "tenant_tokens_per_minute": 100}
+    with small_engine(checkpoint, tokenizer, **options) as llm:
+        submit = llm.engine.submit
+        sinks = [Collector() for _ in range(4)]
+        for sink in sinks[:2]:
+            submit("a", [5] * 10, LONG, sink, service=FLOOD)
+        with pytest.raises(TenantLimitError, match="as many as it may; try again in 1 s"):
+            submit("a", [5], LONG, Collector(), service=FLOOD)
+        submit("b", [5] * 10, SHORT, sinks[2], service=PERSON)
+        for sink in sinks[:3]:
+            assert sink.wait().finish_reason is FinishReason.LENGTH
+        with pytest.raises(TenantLimitError, match="has used its 100 tokens a minute") as refused:
+            submit("a", [5], LONG, Collector(), service=FLOOD)
+        assert 60 < refused.value.retry_after_s < 60 * (2 * 210 - 100 + 1) / 100
+        submit("b", [5] * 10, SHORT, sinks[3], service=PERSON)
+        sinks[3].wait()
+
+
+def test_only_tenants_of_the_file_are_served(
+    checkpoint: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("person:2:sk-1\nflood:sk-2\n")
+    with small_engine(checkpoint, tokenizer, tenants_file=str(keys)) as llm:
+        answers = llm.generate([[5], [6]], SHORT, service=[PERSON, FLOOD], progress=False)
+        assert [len(one.token_ids) for one in answers] == [NUM_TOKENS] * 2
+        with pytest.raises(InvalidRequestError, match="got 'nobody'; must be a name in"):
+            llm.generate([5], SHORT, service=ServiceLevel(tenant="nobody"), progress=False)
+
+
+def test_a_wrong_file_is_named_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("person:0:secret\n")
+    with pytest.raises(
+        ConfigError, match=r"^tenants.tenants_file: got '.*keys'; its line 1 must"
+    ) as e:
+        LLM("opt-125m", load_format="dummy", tenants_file=str(tmp_path / "keys"))
+    assert "secret" not in str(e.value)

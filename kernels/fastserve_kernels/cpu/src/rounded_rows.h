@@ -6,7 +6,7 @@
 #include "int8_tokens.h"
 #include "quantized_panels.h"
 
-// AMX multiplies widened weights faster.
+// AMX multiplies tiles of widened weights.
 #if (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))) && !defined(USES_AMX)
 #define ROUNDS_ROWS
 

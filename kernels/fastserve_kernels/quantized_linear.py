@@ -58,7 +58,7 @@ class QuantizedLinear:
         self.nbytes: int
         """Memory of the weights, in bytes."""
         self.rounds_rows = False
-        """Whether rows of x are rounded to 8 bits, with a scale for each 32 neighbours, and then
+        """Whether rows of x are rounded to 8 bits, with a scale for each 64 neighbours, and then
         multiplied with exact weights. A CPU with VNNI, and without AMX, does so for bfloat16, if no
         weight is plain or FP8, and groups have 16 columns, a multiple of 32, or all."""
         self._apply: Callable[[Tensor], Tensor]

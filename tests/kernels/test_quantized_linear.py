@@ -64,7 +64,7 @@ def plain(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> Tensor:
 def rounded(x: Tensor) -> Tensor:
     """Rows [n, in] in 8 bits, float64."""
     size = x.shape[1]
-    groups = torch.nn.functional.pad(x.float(), (0, -size % 32)).unflatten(1, (-1, 32))
+    groups = torch.nn.functional.pad(x.float(), (0, -size % 64)).unflatten(1, (-1, 64))
     most = groups.abs().amax(-1, keepdim=True)
     # A fused multiply-add does not round the product before it rounds to whole numbers. And torch
     # takes 127 / most for 127 times a rounded reciprocal.

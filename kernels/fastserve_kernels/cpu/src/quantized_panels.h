@@ -23,8 +23,9 @@ namespace fastserve {
 constexpr int64_t BLOCK = 16;       // neighbours of a column
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
-// So far ahead memory is fetched: what a core reads while it waits for it.
-constexpr int64_t AHEAD = 4096;  // bytes
+// So far ahead memory is fetched: what a core reads while it waits for it. With more rows it waits for
+// less of it at a time, and the next panel can be fetched.
+constexpr int64_t AHEAD = 4096, FAR_AHEAD = 16384;  // bytes
 
 // How numbers are stored. The Python side passes these.
 enum Numbers : int64_t { kNoNumbers = 0, kHalf = 1, kBrainHalf = 2, kSingle = 3, kByte = 4 };
@@ -223,9 +224,9 @@ class Widener {
 };
 
 template <int64_t CODES>
-static inline void fetch_ahead(const uint8_t* block) {
+static inline void fetch_ahead(const uint8_t* block, int64_t distance) {
     for (int64_t line = 0; line < BYTES_OF_BLOCK<CODES>; line += 64)
-        __builtin_prefetch(block + AHEAD + line);
+        __builtin_prefetch(block + distance + line);
 }
 
 // A weight [out, in] and its panels.
@@ -436,7 +437,7 @@ class Piece {
             number, begin / BLOCK_STEPS, (end + BLOCK_STEPS - 1) / BLOCK_STEPS,
             [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
                 for (; first < last; ++first, codes += BYTES_OF_BLOCK<CODES>) {
-                    fetch_ahead<CODES>(codes);
+                    fetch_ahead<CODES>(codes, AHEAD);
 #pragma GCC unroll 32
                     for (int n = 0; n < VECTORS; n += OF_STEP) {
                         vf lanes[OF_STEP];

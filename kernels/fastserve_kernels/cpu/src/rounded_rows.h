@@ -1,6 +1,6 @@
-// Products of weights of few bits with rows that are rounded to 8 bits. Each ROUNDED neighbours of a row
-// share a scale. Their products with codes are summed as whole numbers, which is exact, and an
-// instruction does four of them in a lane. So this takes less time than to widen the weights.
+// Products of weights of few bits with rows that are rounded to 8 bits. Each 64 neighbours of a row share
+// a scale. Their products with codes are summed as whole numbers, which is exact, and an instruction does
+// four of them in a lane. So this takes less time than to widen the weights.
 #pragma once
 
 #include "int8_tokens.h"
@@ -13,8 +13,9 @@
 namespace fastserve {
 
 constexpr int64_t BLOCKS_OF_GROUP = 2, ROUNDED = BLOCKS_OF_GROUP * BLOCK;
+constexpr int64_t GROUPS_OF_SCALE = 2, BLOCKS_OF_SCALE = GROUPS_OF_SCALE * BLOCKS_OF_GROUP;
 
-// Neighbours of a row, rounded.
+// ROUNDED neighbours of a row. It shares its scale with the group beside it.
 struct RoundedGroup {
     int8_t codes[ROUNDED];  // zeros past the end of the row
     float scale;
@@ -22,6 +23,17 @@ struct RoundedGroup {
     int32_t sum, sum_of_block[BLOCKS_OF_GROUP];
     float scaled, scaled_of_block[BLOCKS_OF_GROUP];
 };
+
+// The largest of the bits of floats without a sign, as a float.
+template <int DISTANCE = W / 2>
+static inline float hmax_bits(vu x) {
+    vi place;
+    for (int i = 0; i < W; ++i) place[i] = i ^ DISTANCE;
+    const vu other = __builtin_shuffle(x, place);
+    x = x > other ? x : other;
+    if constexpr (DISTANCE > 1) return hmax_bits<DISTANCE / 2>(x);
+    return ((vf)x)[0];
+}
 
 // In each lane, the sum of the 8 lanes that it is among: those of a block's elements in a Pair of bfloat16.
 template <int DISTANCE = 4>
@@ -33,39 +45,47 @@ static inline vi sum_of_8(vi x) {
     return x;
 }
 
-// An element that is infinite or NaN makes the group NaN.
-static inline void round_group(const bf16* x, int64_t count, RoundedGroup* group) {
-    constexpr int PAIRS = ROUNDED / PAIR;
-    Pair pairs[PAIRS];
-    vf largest = {}, not_a_number = {};
-    for (int p = 0; p < PAIRS; ++p) {
+// Groups that share a scale, `stride` apart; `count` elements of the row are left. An element that is
+// infinite or NaN makes them NaN.
+static inline void round_groups(const bf16* x, int64_t count, int64_t groups, int64_t stride,
+                                RoundedGroup* to) {
+    constexpr int PAIRS = ROUNDED / PAIR;  // of a group
+    Pair pairs[GROUPS_OF_SCALE * PAIRS];
+    vu largest = {};  // bits of magnitudes, whose order is that of the numbers; a NaN is above all
+    for (int p = 0; p < groups * PAIRS; ++p) {
         const int64_t n = std::min<int64_t>(PAIR, count - p * PAIR);
         pairs[p] = n > 0 ? load_pair_n(x + p * PAIR, (int)n) : Pair{};
-        largest = vmax(vmax(largest, magnitude(pairs[p].a)), magnitude(pairs[p].b));
-        not_a_number += pairs[p].a * 0.f;
-        not_a_number += pairs[p].b * 0.f;
+        const vu a = (vu)magnitude(pairs[p].a), b = (vu)magnitude(pairs[p].b);
+        const vu larger = a > b ? a : b;
+        largest = largest > larger ? largest : larger;
     }
-    // The reciprocal of a smaller number would be infinite.
+    const float most = hmax_bits(largest);
+    // The reciprocal of a smaller number would be infinite. A NaN is no larger, and its codes are 0.
     constexpr float SMALLEST = 1e-30f;
-    const float most = hmax(largest);
-    const vf steps = splat(most > SMALLEST ? MOST_CODE / most : 0.f);
+    const bool is_finite = most <= std::numeric_limits<float>::max();
+    const vf steps = splat(is_finite && most > SMALLEST ? MOST_CODE / most : 0.f);
+    const float scale = is_finite ? most / MOST_CODE : std::numeric_limits<float>::quiet_NaN();
     const vf magic = splat(12582912.f);  // 1.5 * 2^23: no fraction is left, and codes are the last bits
-    group->scale = most / MOST_CODE + hsum(not_a_number);
-    group->sum = 0;
-    for (int p = 0; p < PAIRS; ++p) {
-        const vu even = (vu)(pairs[p].a * steps + magic), odd = (vu)(pairs[p].b * steps + magic);
-        typedef uint16_t narrow __attribute__((vector_size(W * 2)));
-        const narrow codes = __builtin_convertvector((even & 0xffu) | (odd & 0xffu) << 8, narrow);
-        std::memcpy(group->codes + p * PAIR, &codes, sizeof codes);
-        const vi sums = sum_of_8((vi)(even + odd - 2 * (vu)magic));
-        for (int i = 0; i < W; i += 8) {
-            const int block = (p * W + i) / 8;
-            group->sum_of_block[block] = sums[i];
-            group->scaled_of_block[block] = group->scale * (float)sums[i];
-            group->sum += sums[i];
+    for (int64_t g = 0; g < groups; ++g, to += stride) {
+        to->scale = scale;
+        to->sum = 0;
+        for (int p = 0; p < PAIRS; ++p) {
+            const Pair x = is_finite ? pairs[g * PAIRS + p] : Pair{};
+            const vu even = (vu)(x.a * steps + magic), odd = (vu)(x.b * steps + magic);
+            typedef uint16_t narrow __attribute__((vector_size(W * 2)));
+            const narrow codes =
+                __builtin_convertvector((even & 0xffu) | (odd & 0xffu) << 8, narrow);
+            std::memcpy(to->codes + p * PAIR, &codes, sizeof codes);
+            const vi sums = sum_of_8((vi)(even + odd - 2 * (vu)magic));
+            for (int i = 0; i < W; i += 8) {
+                const int block = (p * W + i) / 8;
+                to->sum_of_block[block] = sums[i];
+                to->scaled_of_block[block] = scale * (float)sums[i];
+                to->sum += sums[i];
+            }
         }
+        to->scaled = scale * (float)to->sum;
     }
-    group->scaled = group->scale * (float)group->sum;
 }
 
 // Adds, in each lane, the products of four bytes without a sign and four bytes with one.
@@ -90,6 +110,18 @@ static inline vu codes_of_quarter(const uint8_t* block, int quarter, int v) {
            (moved(plane, high.shift, 4) & (CODES == k5Bits ? 0x10101010u : 0x30303030u));
 }
 
+// Of BLOCKS blocks of row m, from number `block` of its group on; groups are M apart.
+template <int BLOCKS, int M>
+static inline int32_t sum_of_row(const RoundedGroup* x, int m, int block) {
+    if (BLOCKS == 1) return x[m].sum_of_block[block];
+    return BLOCKS == BLOCKS_OF_GROUP ? x[m].sum : x[m].sum + x[M + m].sum;
+}
+template <int M>
+static inline float scaled_sum_of_row(int64_t blocks, const RoundedGroup* x, int m, int64_t block) {
+    if (blocks == 1) return x[m].scaled_of_block[block];
+    return blocks == BLOCKS_OF_GROUP ? x[m].scaled : x[m].scaled + x[M + m].scaled;
+}
+
 // sums[m] += the products of row m with BLOCKS blocks, of which `block` is the first one's number in the
 // row's group.
 template <int64_t CODES, int BLOCKS, int M>
@@ -97,20 +129,18 @@ __attribute__((always_inline)) static inline void add_blocks(const uint8_t* code
                                                              Pair scale, const RoundedGroup* x,
                                                              int block, Pair* sums) {
     vi products[M][2];
-    for (int m = 0; m < M; ++m) {
-        const int32_t sum = BLOCKS == 1 ? x[m].sum_of_block[block] : x[m].sum;
-        products[m][0] = products[m][1] = -center * sum - vi{};
-    }
-#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+        products[m][0] = products[m][1] = -center * sum_of_row<BLOCKS, M>(x, m, block) - vi{};
+#pragma GCC unroll 16
     for (int i = 0; i < BLOCKS * BLOCK / 4; ++i) {
         const uint8_t* const of_block = codes + i / 4 * BYTES_OF_BLOCK<CODES>;
-        if (i % 4 == 0) fetch_ahead<CODES>(of_block);
+        if (i % 4 == 0) fetch_ahead<CODES>(of_block, M > 4 ? FAR_AHEAD : AHEAD);
         const vu first = codes_of_quarter<CODES>(of_block, i % 4, 0);
         const vu second = codes_of_quarter<CODES>(of_block, i % 4, 1);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
             int32_t four;
-            std::memcpy(&four, x[m].codes + block * BLOCK + i * 4, 4);
+            std::memcpy(&four, x[i * 4 / ROUNDED * M + m].codes + block * BLOCK + i * 4 % ROUNDED, 4);
             const vi row = four - vi{};
             products[m][0] = add_products(products[m][0], first, row);
             products[m][1] = add_products(products[m][1], second, row);
@@ -158,7 +188,8 @@ struct PieceOfPanel {
             panel, begin * BLOCKS_OF_GROUP, std::min(end * BLOCKS_OF_GROUP, piece->blocks()),
             [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
                 for (int64_t blocks; first < last; first += blocks) {
-                    blocks = std::min(last - first, BLOCKS_OF_GROUP);
+                    blocks = BLOCKS_OF_SCALE;
+                    while (first % blocks || last - first < blocks) blocks /= 2;
                     f(Common{codes, scale, offset, tile + first / BLOCKS_OF_GROUP * M,
                              first % BLOCKS_OF_GROUP, blocks});
                     codes += blocks * BYTES_OF_BLOCK<CODES>;
@@ -172,7 +203,9 @@ struct PieceOfPanel {
         Pair acc[M];  // in registers, as no one else has its address
         for (int m = 0; m < M; ++m) acc[m] = sums[m];
         for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
-            if (of.blocks == BLOCKS_OF_GROUP)
+            if (of.blocks == BLOCKS_OF_SCALE)
+                add_blocks<CODES, BLOCKS_OF_SCALE, M>(of.codes, center, of.scale, of.x, 0, acc);
+            else if (of.blocks == BLOCKS_OF_GROUP)
                 add_blocks<CODES, BLOCKS_OF_GROUP, M>(of.codes, center, of.scale, of.x, 0, acc);
             else
                 add_blocks<CODES, 1, M>(of.codes, center, of.scale, of.x, (int)of.block, acc);
@@ -187,9 +220,7 @@ struct PieceOfPanel {
         for (int m = 0; m < M; ++m) acc[m] = sums[m];
         for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
             for (int m = 0; m < M; ++m) {
-                const RoundedGroup& x = of.x[m];
-                const bool is_whole = of.blocks == BLOCKS_OF_GROUP;
-                const float sum = is_whole ? x.scaled : x.scaled_of_block[of.block];
+                const float sum = scaled_sum_of_row<M>(of.blocks, of.x, m, of.block);
                 acc[m].a += of.offset.a * sum;
                 acc[m].b += of.offset.b * sum;
             }
@@ -205,7 +236,7 @@ struct RoundedProduct {
 #else
     static constexpr int ROWS = 2;
 #endif
-    static constexpr int64_t PASS_STEPS = 32;
+    static constexpr int64_t PASS_STEPS = 16 * GROUPS_OF_SCALE;
     using X = RoundedGroup;
 
     struct Unit {};
@@ -220,8 +251,10 @@ struct RoundedProduct {
     static void pack(const F& row_of, int64_t height, int64_t in, X* tile) {
         for (int64_t m = 0; m < height; ++m) {
             const bf16* const row = row_of(m);
-            for (int64_t k = 0; k < steps(in); ++k)
-                round_group(row + k * ROUNDED, in - k * ROUNDED, tile + k * height + m);
+            for (int64_t k = 0; k < steps(in); k += GROUPS_OF_SCALE)
+                round_groups(row + k * ROUNDED, in - k * ROUNDED,
+                             std::min(GROUPS_OF_SCALE, steps(in) - k), height,
+                             tile + k * height + m);
         }
     }
 

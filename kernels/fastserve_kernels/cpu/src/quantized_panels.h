@@ -316,10 +316,10 @@ class Piece {
 
     bool is_plain() const { return stored_.codes == kPlain; }
 
-    // Whether each `blocks` of a column are in one group, or are a group each.
-    bool has_groups_for(int64_t blocks) const {
+    // Whether the groups are whole numbers of so many blocks.
+    bool has_groups_of(int64_t blocks) const {
         return stored_.codes != kPlain && stored_.codes != kFloat8 &&
-               (group_blocks_ == 1 || group_blocks_ % blocks == 0 || group_blocks_ == blocks_);
+               (group_blocks_ % blocks == 0 || group_blocks_ == blocks_);
     }
 
     float center() const { return center_; }

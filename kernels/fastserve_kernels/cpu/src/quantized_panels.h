@@ -18,9 +18,15 @@
 #include "products.h"
 #include "team.h"
 
+// AMX multiplies tiles of widened weights.
+#if (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))) && !defined(USES_AMX)
+#define ROUNDS_ROWS
+#endif
+
 namespace fastserve {
 
 constexpr int64_t BLOCK = 16;       // neighbours of a column
+constexpr int64_t BLOCKS_OF_SCALE = 4;  // of rounded rows, see rounded_rows.h
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
 // So far ahead memory is fetched: what a core reads while it waits for it. With more rows it waits for
@@ -43,54 +49,6 @@ struct StoredPiece {
     int64_t groups_of_step;  // 1 without steps
     int64_t scale, scale_step, offset, offset_step;  // Numbers
 };
-
-// Where a column of a panel is in a Pair of T.
-struct Lane {
-    int vector, lane;
-};
-template <typename T>
-static Lane lane_of(int64_t column) {
-    const int n = (int)column;
-    return sizeof(T) == sizeof(float) ? Lane{n / W, n % W} : Lane{n % 2, n / 2};
-}
-
-// The vectors of a panel's step, two for each neighbour of the columns, as the step's elements.
-template <typename T>
-struct Lanes {
-    static constexpr int OF_STEP = 2 * Dot<T>::DEPTH;  // vectors
-
-    static inline void store(T* step, const vf* lanes) { store_pair(step, {lanes[0], lanes[1]}); }
-    static inline typename Dot<T>::Weights weights(const vf* lanes) {
-        T step[STEP_SIZE<T>];
-        store(step, lanes);
-        return Dot<T>::load(step);
-    }
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct Lanes<bf16> {
-    static constexpr int OF_STEP = 2 * Dot<bf16>::DEPTH;
-
-    static inline void store(bf16* step, const vf* lanes) {
-        const auto [first, second] = weights(lanes);
-        _mm512_storeu_si512(step, (__m512i)first);
-        _mm512_storeu_si512(step + PAIR, (__m512i)second);
-    }
-    static inline Dot<bf16>::Weights weights(const vf* lanes) {
-        return {side_by_side(lanes[0], lanes[2]), side_by_side(lanes[1], lanes[3])};
-    }
-
-   private:
-    static inline __m512bh side_by_side(vf first, vf second) {
-        typedef uint16_t halves __attribute__((vector_size(64)));
-        halves order;
-        for (int i = 0; i < PAIR; ++i) order[i] = i / 2 + i % 2 * W;
-        const halves both = (halves)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-        return (__m512bh)__builtin_shuffle(both, order);
-    }
-};
-#endif
 
 static inline vu words(const uint8_t* from) {
 #if defined(__AVX512F__)
@@ -146,36 +104,118 @@ static inline vf rounded(vf x) {
 template <int64_t CODES>
 constexpr int64_t BYTES_OF_BLOCK = PLANE * (CODES >= k8Bits ? 8 : CODES);
 
-// A block has planes of one vector, whose lanes are words of 32 bits, one for each column. The bytes of a
-// word belong to four neighbours, so that a plane, shifted and masked, has the codes of four. Of codes
-// below 8 bits, the planes of the first 4 bits come first.
+// A block has planes of one vector, whose lanes are words of 32 bits. Of codes below 8 bits, the planes of
+// the first 4 bits come first. A layout says which vectors of a step a block's codes become, in which order,
+// and where each one's bits are.
 struct Bits {
     int plane, shift;
 };
+struct Lane {
+    int vector, lane;
+};
 
-// The first 4 bits, or all 8, of neighbour k in vector v.
-template <int64_t CODES>
-constexpr Bits low_bits(int k, int v) {
-    if (CODES >= k8Bits) return {k / 4 * 2 + v, k % 4 * 8};
-    return {k / 8 * 2 + v, k % 4 * 8 + k / 4 % 2 * 4};
+// Where a column is in a Pair of T.
+template <typename T>
+static Lane lane_of(int column) {
+    return sizeof(T) == sizeof(float) ? Lane{column / W, column % W} : Lane{column % 2, column / 2};
 }
 
-// The bits after them.
-template <int64_t CODES>
-constexpr Bits high_bits(int k, int v) {
-    if (CODES == k5Bits) return {4, k % 4 * 8 + v * 4 + k / 4};
-    return {4 + v, k % 4 * 8 + k / 4 * 2};
+// A lane for each column. The bytes of its word belong to four neighbours, so that a plane, shifted and
+// masked, has the codes of four. Each neighbour has two vectors.
+template <typename T>
+struct ByColumn {
+    static constexpr int OF_STEP = 2 * Dot<T>::DEPTH;  // vectors
+
+    static Lane place(int column, int k) {
+        const auto [vector, lane] = lane_of<T>(column);
+        return {k * 2 + vector, lane};
+    }
+    template <int64_t CODES>
+    static constexpr Bits low_bits(int n) {
+        const int k = n / 2, vector = n % 2;
+        if (CODES >= k8Bits) return {k / 4 * 2 + vector, k % 4 * 8};
+        return {k / 8 * 2 + vector, k % 4 * 8 + k / 4 % 2 * 4};
+    }
+    template <int64_t CODES>
+    static constexpr Bits high_bits(int n) {
+        const int k = n / 2, vector = n % 2;
+        if (CODES == k5Bits) return {4, k % 4 * 8 + vector * 4 + k / 4};
+        return {4 + vector, k % 4 * 8 + k / 4 * 2};
+    }
+    // A number of each column, for the vectors of a step.
+    static void spread(Pair numbers, vf* lanes) {
+        for (int i = 0; i < OF_STEP; ++i) lanes[i] = i % 2 ? numbers.b : numbers.a;
+    }
+    static inline void store(T* step, const vf* lanes) { store_pair(step, {lanes[0], lanes[1]}); }
+    static inline typename Dot<T>::Weights weights(const vf* lanes) {
+        T step[STEP_SIZE<T>];
+        store(step, lanes);
+        return Dot<T>::load(step);
+    }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+inline void ByColumn<bf16>::store(bf16* step, const vf* lanes) {
+    typedef uint16_t halves __attribute__((vector_size(64)));
+    halves order;
+    for (int i = 0; i < PAIR; ++i) order[i] = i / 2 + i % 2 * W;
+    for (int i = 0; i < 2; ++i) {
+        const halves both = (halves)_mm512_cvtne2ps_pbh((__m512)lanes[2 + i], (__m512)lanes[i]);
+        _mm512_storeu_si512(step + i * PAIR, (__m512i)__builtin_shuffle(both, order));
+    }
 }
+
+// In the order of a panel of bfloat16, in which two neighbours of a column are side by side. This is the
+// fastest to widen. Bits are in the order of the vectors.
+struct SideBySide {
+    static constexpr int OF_STEP = 2 * Dot<bf16>::DEPTH;
+
+    static Lane place(int column, int k) {
+        const int element = Dot<bf16>::place(column) + k % 2;
+        return {k / 2 * OF_STEP + element / W, element % W};
+    }
+    template <int64_t CODES>
+    static constexpr Bits low_bits(int n) {
+        if (CODES >= k8Bits) return {n / 4, n % 4 * 8};
+        return {n / 8, n % 8 * 4};
+    }
+    template <int64_t CODES>
+    static constexpr Bits high_bits(int n) {
+        if (CODES == k5Bits) return {4, n};
+        return {4 + n / 16, n % 16 * 2};
+    }
+    static void spread(Pair numbers, vf* lanes) {
+        vi first, second;
+        for (int i = 0; i < W; ++i) {
+            first[i] = i / 2;
+            second[i] = W / 2 + i / 2;
+        }
+        lanes[0] = __builtin_shuffle(numbers.a, first);
+        lanes[1] = __builtin_shuffle(numbers.a, second);
+        lanes[2] = __builtin_shuffle(numbers.b, first);
+        lanes[3] = __builtin_shuffle(numbers.b, second);
+    }
+    static inline void store(bf16* step, const vf* lanes) {
+        const auto [first, second] = weights(lanes);
+        _mm512_storeu_si512(step, (__m512i)first);
+        _mm512_storeu_si512(step + PAIR, (__m512i)second);
+    }
+    static inline Dot<bf16>::Weights weights(const vf* lanes) {
+        return {_mm512_cvtne2ps_pbh((__m512)lanes[1], (__m512)lanes[0]),
+                _mm512_cvtne2ps_pbh((__m512)lanes[3], (__m512)lanes[2])};
+    }
+};
+#endif
 
 // A word's bits from `from` on, moved to `to`.
 static inline vu moved(vu word, int from, int to) {
     return from < to ? word << (to - from) : word >> (from - to);
 }
 
-// Values of the codes of a block, less the center: of neighbour n / 2 in vector n % 2. `n` is a constant
-// to the compiler. Bits past a whole number's become the last of its mantissa, if its exponent is that
-// of 2^23.
-template <int64_t CODES>
+// Values of the codes of a block, vector by vector, less the center. `n` is a constant to the compiler.
+// Bits past a whole number's become the last of its mantissa, if its exponent is that of 2^23.
+template <int64_t CODES, typename Layout>
 class Widener {
    public:
     explicit Widener(float center) : center_(splat(8388608.f + center)) {
@@ -188,7 +228,7 @@ class Widener {
     }
 
     inline vf operator()(const uint8_t* block, int n) const {
-        const Bits low = low_bits<CODES>(n / 2, n % 2);
+        const Bits low = Layout::template low_bits<CODES>(n);
         const vu word = load(block + low.plane * PLANE) >> low.shift;
         if constexpr (CODES == kFloat8) {
             const vf magnitude = (vf)((word & 0x7fu) << 20) * 0x1p120f;
@@ -198,7 +238,7 @@ class Widener {
         } else if constexpr (CODES == k4Bits) {
             return looked_up(word);
         } else {
-            const Bits high = high_bits<CODES>(n / 2, n % 2);
+            const Bits high = Layout::template high_bits<CODES>(n);
             const vu plane = load(block + high.plane * PLANE);
             const vu code = (word & 0xfu) | (moved(plane, high.shift, 4) & ~0xfu);
             if constexpr (CODES == k5Bits) return looked_up(code);
@@ -229,9 +269,22 @@ static inline void fetch_ahead(const uint8_t* block, int64_t distance) {
         __builtin_prefetch(block + distance + line);
 }
 
+template <typename T>
+struct FastestToWiden {
+    using Layout = ByColumn<T>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct FastestToWiden<bf16> {
+    using Layout = SideBySide;
+};
+#endif
+
 // A weight [out, in] and its panels.
 template <typename T>
 class Piece {
+    using Widened = typename FastestToWiden<T>::Layout;
+
    public:
     Piece(const StoredPiece& stored, int64_t in) : stored_(stored), center_((float)stored.center) {
         const int64_t steps = steps_of<T>(in);
@@ -273,26 +326,34 @@ class Piece {
             uint8_t* const panel = panels + p * panel_bytes_;
             std::memset(panel, 0, panel_bytes_);
             for (int64_t n = 0; n < std::min<int64_t>(PAIR, stored_.out - p * PAIR); ++n)
-                with_codes([&](auto codes) { pack_column<codes>(source, p * PAIR + n, in, panel, n); });
+                with_layout([&](auto layout) {
+                    with_codes([&](auto codes) {
+                        pack_column<codes, decltype(layout)>(source, p * PAIR + n, in, panel, n);
+                    });
+                });
         }
     }
 
     // Steps from `begin` up to `end` of a panel, which begin a block; whole blocks are written.
     void widen(int64_t panel, int64_t begin, int64_t end, T* to) const {
-        with_codes([&](auto codes) {
-            const auto store = [&](const vf* lanes) {
-                Lanes<T>::store(to, lanes);
-                to += STEP_SIZE<T>;
-            };
-            if (!stored_.offset) for_steps<codes, kNoSum>(panel, begin, end, store);
-            else if (has_exact_products()) for_steps<codes, kFusedSum>(panel, begin, end, store);
-            else for_steps<codes, kRoundedSum>(panel, begin, end, store);
+        with_layout([&](auto layout) {
+            using Layout = decltype(layout);
+            with_codes([&](auto codes) {
+                const auto store = [&](const vf* lanes) {
+                    Layout::store(to, lanes);
+                    to += STEP_SIZE<T>;
+                };
+                if (!stored_.offset) for_steps<codes, Layout, kNoSum>(panel, begin, end, store);
+                else if (has_exact_products())
+                    for_steps<codes, Layout, kFusedSum>(panel, begin, end, store);
+                else for_steps<codes, Layout, kRoundedSum>(panel, begin, end, store);
+            });
         });
     }
 
     // Whether `multiply` may be called for so many steps.
     bool multiplies(int64_t steps) const {
-        return stored_.codes != kPlain && steps * Dot<T>::DEPTH % BLOCK == 0 &&
+        return stored_.codes != kPlain && !rounds_rows() && steps * Dot<T>::DEPTH % BLOCK == 0 &&
                (!stored_.offset || has_exact_products());
     }
 
@@ -304,22 +365,28 @@ class Piece {
             Pair acc[M] = {};
             const auto* x = tile;
             const auto add = [&](const vf* lanes) {
-                const auto weights = Lanes<T>::weights(lanes);
+                const auto weights = Widened::weights(lanes);
                 for (int m = 0; m < M; ++m) Dot<T>::add(acc[m], weights, x[m]);
                 x += M;
             };
-            if (stored_.offset) for_steps<codes, kFusedSum>(panel, 0, steps, add);
-            else for_steps<codes, kNoSum>(panel, 0, steps, add);
+            if (stored_.offset) for_steps<codes, Widened, kFusedSum>(panel, 0, steps, add);
+            else for_steps<codes, Widened, kNoSum>(panel, 0, steps, add);
             for (int m = 0; m < M; ++m) store_pair(sums + m * PAIR, acc[m]);
         });
     }
 
     bool is_plain() const { return stored_.codes == kPlain; }
 
-    // Whether the groups are whole numbers of so many blocks.
-    bool has_groups_of(int64_t blocks) const {
-        return stored_.codes != kPlain && stored_.codes != kFloat8 &&
-               (group_blocks_ % blocks == 0 || group_blocks_ == blocks_);
+    // Whether its products may be with rounded rows. A row in bfloat16 has been rounded to 8 bits already.
+    // With smaller groups, sums are scaled too often: it takes longer than widening for one row, and is 1.1
+    // times as fast for many.
+    bool rounds_rows() const {
+#if defined(ROUNDS_ROWS)
+        return sizeof(T) < sizeof(float) && stored_.codes != kPlain && stored_.codes != kFloat8 &&
+               (group_blocks_ % BLOCKS_OF_SCALE == 0 || group_blocks_ == blocks_);
+#else
+        return false;
+#endif
     }
 
     float center() const { return center_; }
@@ -371,12 +438,19 @@ class Piece {
     }
 
    private:
+    template <typename F>
+    void with_layout(const F& f) const {
+        if constexpr (!std::is_same_v<Widened, ByColumn<T>>)
+            if (!rounds_rows()) return f(Widened());
+        f(ByColumn<T>());
+    }
+
     // Into a panel of zeros.
-    template <int64_t CODES>
+    template <int64_t CODES, typename Layout>
     void pack_column(const Source& source, int64_t row, int64_t in, uint8_t* panel, int64_t n) const {
         const auto copy = [&](int64_t kind, const uint8_t* from, int64_t number, uint8_t* to) {
             const int64_t size = bytes_of(kind);
-            const auto [vector, lane] = lane_of<T>(n);
+            const auto [vector, lane] = lane_of<T>((int)n);
             if (size) std::memcpy(to + (vector * W + lane) * size, from + number * size, size);
         };
         const int64_t of_step = stored_.groups_of_step, groups = in / stored_.group;
@@ -395,14 +469,14 @@ class Piece {
             const int64_t end = (g + 1) * stored_.group;
             for (int64_t k = g * stored_.group; k < end; k += BLOCK, block += block_bytes_)
                 for (int64_t j = 0; j < std::min(BLOCK, end - k); ++j)
-                    pack_code<CODES>(block, n, (int)j, codes[k + j]);
+                    pack_code<CODES, Layout>(block, (int)n, (int)j, codes[k + j]);
         }
     }
 
     // The code of a column's k-th element, into a block of zeros.
-    template <int64_t CODES>
-    static void pack_code(uint8_t* block, int64_t column, int k, uint8_t code) {
-        const auto [vector, lane] = lane_of<T>(column);
+    template <int64_t CODES, typename Layout>
+    static void pack_code(uint8_t* block, int column, int k, uint8_t code) {
+        const auto [vector, lane] = Layout::place(column, k);
         const auto add = [&, lane = lane](Bits place, uint32_t bits) {
             uint8_t* const at = block + place.plane * PLANE + lane * 4;
             uint32_t word;
@@ -410,9 +484,9 @@ class Piece {
             word |= bits << place.shift;
             std::memcpy(at, &word, 4);
         };
-        add(low_bits<CODES>(k, vector), CODES >= k8Bits ? code : code & 0xfu);
+        add(Layout::template low_bits<CODES>(vector), CODES >= k8Bits ? code : code & 0xfu);
         if constexpr (CODES == k5Bits || CODES == k6Bits)
-            add(high_bits<CODES>(k, vector), (uint32_t)code >> 4);
+            add(Layout::template high_bits<CODES>(vector), (uint32_t)code >> 4);
     }
 
     // How an offset is added to the product of scale and code.
@@ -427,15 +501,18 @@ class Piece {
     }
 
     // f(lanes) of each step from `begin` up to `end`, and of the rest of the last block.
-    template <int64_t CODES, Sum SUM, typename F>
+    template <int64_t CODES, typename Layout, Sum SUM, typename F>
     __attribute__((always_inline)) inline void for_steps(int64_t number, int64_t begin, int64_t end,
                                                          const F& f) const {
         constexpr int64_t BLOCK_STEPS = BLOCK / Dot<T>::DEPTH;
-        constexpr int OF_STEP = Lanes<T>::OF_STEP;
-        const Widener<CODES> value(center_);
+        constexpr int OF_STEP = Layout::OF_STEP;
+        const Widener<CODES, Layout> value(center_);
         for_blocks<CODES>(
             number, begin / BLOCK_STEPS, (end + BLOCK_STEPS - 1) / BLOCK_STEPS,
-            [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
+            [&](const uint8_t* codes, Pair scales, Pair offsets, int64_t first, int64_t last) {
+                vf scale[OF_STEP], offset[OF_STEP];
+                Layout::spread(scales, scale);
+                if (SUM != kNoSum) Layout::spread(offsets, offset);
                 for (; first < last; ++first, codes += BYTES_OF_BLOCK<CODES>) {
                     fetch_ahead<CODES>(codes, AHEAD);
 #pragma GCC unroll 32
@@ -443,9 +520,9 @@ class Piece {
                         vf lanes[OF_STEP];
 #pragma GCC unroll 4
                         for (int i = 0; i < OF_STEP; ++i) {
-                            lanes[i] = value(codes, n + i) * (i % 2 ? scale.b : scale.a);
+                            lanes[i] = value(codes, n + i) * scale[i];
                             if (SUM == kRoundedSum) lanes[i] = rounded(lanes[i]);
-                            if (SUM != kNoSum) lanes[i] += i % 2 ? offset.b : offset.a;
+                            if (SUM != kNoSum) lanes[i] += offset[i];
                         }
                         f(lanes);
                     }

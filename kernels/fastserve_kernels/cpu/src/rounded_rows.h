@@ -6,14 +6,12 @@
 #include "int8_tokens.h"
 #include "quantized_panels.h"
 
-// AMX multiplies tiles of widened weights.
-#if (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))) && !defined(USES_AMX)
-#define ROUNDS_ROWS
+#if defined(ROUNDS_ROWS)
 
 namespace fastserve {
 
 constexpr int64_t BLOCKS_OF_GROUP = 2, ROUNDED = BLOCKS_OF_GROUP * BLOCK;
-constexpr int64_t GROUPS_OF_SCALE = 2, BLOCKS_OF_SCALE = GROUPS_OF_SCALE * BLOCKS_OF_GROUP;
+constexpr int64_t GROUPS_OF_SCALE = BLOCKS_OF_SCALE / BLOCKS_OF_GROUP;
 
 // ROUNDED neighbours of a row. It shares its scale with the group beside it.
 struct RoundedGroup {
@@ -100,11 +98,12 @@ static inline vi add_products(vi sum, vu codes, vi x) {
 // The codes of neighbours from 4 * quarter on, in vector v of a block.
 template <int64_t CODES>
 static inline vu codes_of_quarter(const uint8_t* block, int quarter, int v) {
-    const Bits low = low_bits<CODES>(4 * quarter, v);
+    using Layout = ByColumn<bf16>;
+    const Bits low = Layout::low_bits<CODES>(8 * quarter + v);
     const vu word = *(const vu_mem*)(block + low.plane * PLANE) >> low.shift;
     if constexpr (CODES >= k8Bits) return word;
     if constexpr (CODES == k4Bits) return word & 0x0f0f0f0fu;
-    const Bits high = high_bits<CODES>(4 * quarter, v);
+    const Bits high = Layout::high_bits<CODES>(8 * quarter + v);
     const vu plane = *(const vu_mem*)(block + high.plane * PLANE);
     return (word & 0x0f0f0f0fu) |
            (moved(plane, high.shift, 4) & (CODES == k5Bits ? 0x10101010u : 0x30303030u));
@@ -296,17 +295,10 @@ class RoundingPanels {
 
 namespace fastserve {
 
-// Whether products with these pieces round rows, of any number: results must not depend on it. A row in
-// bfloat16 has been rounded to 8 bits already. With smaller groups, sums are scaled too often: it takes
-// longer than widening for one row, and is 1.1 times as fast for many.
+// Whether products with these pieces round rows, of any number: results must not depend on it.
 template <typename T>
-static bool round_rows([[maybe_unused]] const Pieces<T>& pieces) {
-#if defined(ROUNDS_ROWS)
-    return sizeof(T) < sizeof(float) &&
-           pieces.all([](const auto& piece) { return piece.has_groups_of(BLOCKS_OF_SCALE); });
-#else
-    return false;
-#endif
+static bool round_rows(const Pieces<T>& pieces) {
+    return pieces.all([](const auto& piece) { return piece.rounds_rows(); });
 }
 
 }  // namespace fastserve

@@ -286,6 +286,11 @@ class SchedulerSection(_Section):
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."
     )
+    log_requests: bool = Field(
+        False,
+        description="Log a line for each request that ends: its id, tenant, priority, times and "
+        "objectives, never its words.",
+    )
     stream_interval: int = Field(
         1,
         ge=1,

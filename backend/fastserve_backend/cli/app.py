@@ -320,7 +320,7 @@ def _print_endpoints(endpoints: Endpoints) -> None:
 @with_config_flags(
     without=(
         "policy", "tokenizer", "device", "generation_config",
-        "prefix_caching", "max_queued_requests", "stream_interval",
+        "prefix_caching", "max_queued_requests", "log_requests", "stream_interval",
         "length_prediction", "length_prediction_dir", "length_prediction_capacity",
         "ttft_slo_ms", "tpot_slo_ms", "most_urgent_priority", "least_urgent_priority",
         "nnodes", "node_rank", "master_addr", "master_port",

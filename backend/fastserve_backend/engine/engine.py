@@ -24,6 +24,7 @@ from fastserve_backend.engine.delivery import TextDelivery
 from fastserve_backend.engine.loop_setup import LoopSetup
 from fastserve_backend.engine.picture import take_picture, take_snapshot
 from fastserve_backend.engine.request_checks import RequestChecks
+from fastserve_backend.engine.request_log import log_end
 from fastserve_backend.engine.service_levels import resolve_service
 from fastserve_backend.engine.supervision import RankSupervisor, StartedRanks
 from fastserve_backend.engine.watches import StateSink, Watches
@@ -133,6 +134,7 @@ class Engine:
             ranks = self._supervisor.ranks
             self.profile = CorrectedLatency(ranks.profile)
             self._drift_log = DriftLog(self.profile)
+            self._logs_requests = config.scheduler.log_requests
             self._grammars = GrammarClient(self._vocabulary, self._inbox.put)
             self._setup = LoopSetup(
                 config.scheduler,
@@ -372,7 +374,10 @@ class Engine:
             self.counters.finished[reason.value] += 1
         else:
             self.counters.refused += 1
-        self._admission.on_job_end(job, self.clock.now())
+        now = self.clock.now()
+        self._admission.on_job_end(job, now)
+        if self._logs_requests:
+            log_end(job, reason, now)
         if self.predictions is not None:
             self.predictions.on_job_ended(job)
 

@@ -131,6 +131,14 @@ class QuantizedWeight:
         )
 
 
+def in_few_bits(
+    weights: Sequence[QuantizedWeight | Tensor],
+) -> list[QuantizedWeight] | None:
+    """The weights, if all are of few bits and have columns in the layer's order; else None."""
+    few = [one for one in weights if isinstance(one, QuantizedWeight) and one.order is None]
+    return few if len(few) == len(weights) else None
+
+
 def stacked(
     weights: Sequence[QuantizedWeight | Tensor], dtype: torch.dtype, device: torch.device
 ) -> Tensor:

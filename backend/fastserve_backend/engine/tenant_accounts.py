@@ -36,10 +36,10 @@ class TenantAccounts:
     **Queue**: a tenant with n jobs gets another one only if ``n < 4 · share · free``. Its share is
     its weight over the weights of all tenants with jobs, and ``free`` is the number of free places
     in the queue. (This is a dynamic threshold: Choudhury and Hahne, IEEE/ACM Transactions on
-    Networking 6 (2), 1998.) It follows that
+    Networking 6 (2), 1998.) Two things follow:
 
-    * a tenant without jobs gets one unless the queue is full, and
-    * a tenant with n jobs leaves at least n / 4 - 1 places free when it gets another one. So none
+    * A tenant without jobs gets one unless the queue is full.
+    * A tenant with n jobs leaves at least n / 4 - 1 places free when it gets another one. So none
       with 4 jobs or more takes the last place.
 
     The rule holds once the server knows a tenant by name. Before, requests without a tenant may

@@ -51,7 +51,7 @@ class FairShares:
     Jobs are charged when their batch is sent. So it makes no difference how many batches are in
     flight. No seat stays empty while a job of any tenant could run.
 
-    **Bound**: while two tenants of weights v and w have jobs for all S seats, and memory for them,
+    **Bound**: two tenants of weights v and w have jobs for all S seats, and memory for them. Then
     their counters differ by at most ``1 + S / min(v, w)`` rounds and one batch of either. For the
     one gets a seat only if the other has none left to ask for in an earlier round.
 

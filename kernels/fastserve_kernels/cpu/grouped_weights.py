@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastserve_kernels.cpu.compiled import CompiledKernels
 from fastserve_kernels.cpu.quantized_panels import PIECE_SIZE, pack
-from fastserve_kernels.quantized_weight import QuantizedWeight, stacked
+from fastserve_kernels.quantized_weight import QuantizedWeight, in_few_bits, stacked
 from fastserve_kernels.weight_quantization import quantize_rows, row_magnitudes
 
 _CPU = torch.device("cpu")
@@ -39,11 +39,10 @@ class CompiledWeights:
         return sum(one.nbytes for panels in self._panels for one in panels)
 
     def load(self, group: int, weights: _Weights) -> None:
-        usable = [one for one in weights if isinstance(one, QuantizedWeight) and one.order is None]
-        if len(usable) == len(weights):
-            packed = pack(self._kernels, usable, self._dtype)
-        else:
-            packed = pack(self._kernels, [stacked(weights, self._dtype, _CPU)], self._dtype)
+        kept: _Weights | None = in_few_bits(weights)
+        if kept is None:
+            kept = [stacked(weights, self._dtype, _CPU)]
+        packed = pack(self._kernels, kept, self._dtype)
         more = len(packed.pieces) - self._pieces.shape[1]
         if more > 0:
             self._pieces = F.pad(self._pieces, (0, 0, 0, more))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastserve_kernels.gpu import grouped_linear as dense
 from fastserve_kernels.gpu import grouped_quantized_linear as quantized
 from fastserve_kernels.gpu.packed_weight import Layout, PackedWeight
-from fastserve_kernels.quantized_weight import QuantizedWeight, stacked
+from fastserve_kernels.quantized_weight import QuantizedWeight, in_few_bits, stacked
 from fastserve_kernels.weight_quantization import quantize_rows, row_magnitudes
 
 
@@ -50,9 +50,9 @@ class GPUWeights:
         return self._weights.nbytes + scales + packed
 
     def load(self, group: int, weights: Sequence[QuantizedWeight | Tensor]) -> None:
-        usable = [one for one in weights if isinstance(one, QuantizedWeight) and one.order is None]
-        if len(usable) == len(weights) and not self._int8:
-            self._stored[group] = usable
+        few_bits = None if self._int8 else in_few_bits(weights)
+        if few_bits is not None:
+            self._stored[group] = few_bits
         else:
             self._load_dense(group, weights)
         self._waiting -= 1

@@ -17,9 +17,8 @@ constexpr int64_t GROUPS_OF_SCALE = BLOCKS_OF_SCALE / BLOCKS_OF_GROUP;
 struct RoundedGroup {
     int8_t codes[ROUNDED];  // zeros past the end of the row
     float scale;
-    // Of all codes, and of each block's: their sum, and that times the scale.
-    int32_t sum, sum_of_block[BLOCKS_OF_GROUP];
-    float scaled, scaled_of_block[BLOCKS_OF_GROUP];
+    int32_t sum;   // of the codes
+    float scaled;  // their sum, times the scale
 };
 
 // The largest of the bits of floats without a sign, as a float.
@@ -33,14 +32,13 @@ static inline float hmax_bits(vu x) {
     return ((vf)x)[0];
 }
 
-// In each lane, the sum of the 8 lanes that it is among: those of a block's elements in a Pair of bfloat16.
-template <int DISTANCE = 4>
-static inline vi sum_of_8(vi x) {
-    vi other;
-    for (int i = 0; i < W; ++i) other[i] = i ^ DISTANCE;
-    x += __builtin_shuffle(x, other);
-    if constexpr (DISTANCE > 1) return sum_of_8<DISTANCE / 2>(x);
-    return x;
+template <int DISTANCE = W / 2>
+static inline int32_t hsum(vi x) {
+    vi place;
+    for (int i = 0; i < W; ++i) place[i] = i ^ DISTANCE;
+    x += __builtin_shuffle(x, place);
+    if constexpr (DISTANCE > 1) return hsum<DISTANCE / 2>(x);
+    return x[0];
 }
 
 // Groups that share a scale, `stride` apart; `count` elements of the row are left. An element that is
@@ -74,13 +72,7 @@ static inline void round_groups(const bf16* x, int64_t count, int64_t groups, in
             const narrow codes =
                 __builtin_convertvector((even & 0xffu) | (odd & 0xffu) << 8, narrow);
             std::memcpy(to->codes + p * PAIR, &codes, sizeof codes);
-            const vi sums = sum_of_8((vi)(even + odd - 2 * (vu)magic));
-            for (int i = 0; i < W; i += 8) {
-                const int block = (p * W + i) / 8;
-                to->sum_of_block[block] = sums[i];
-                to->scaled_of_block[block] = scale * (float)sums[i];
-                to->sum += sums[i];
-            }
+            to->sum += hsum((vi)(even + odd - 2 * (vu)magic));
         }
         to->scaled = scale * (float)to->sum;
     }
@@ -109,27 +101,16 @@ static inline vu codes_of_quarter(const uint8_t* block, int quarter, int v) {
            (moved(plane, high.shift, 4) & (CODES == k5Bits ? 0x10101010u : 0x30303030u));
 }
 
-// Of BLOCKS blocks of row m, from number `block` of its group on; groups are M apart.
-template <int BLOCKS, int M>
-static inline int32_t sum_of_row(const RoundedGroup* x, int m, int block) {
-    if (BLOCKS == 1) return x[m].sum_of_block[block];
-    return BLOCKS == BLOCKS_OF_GROUP ? x[m].sum : x[m].sum + x[M + m].sum;
-}
-template <int M>
-static inline float scaled_sum_of_row(int64_t blocks, const RoundedGroup* x, int m, int64_t block) {
-    if (blocks == 1) return x[m].scaled_of_block[block];
-    return blocks == BLOCKS_OF_GROUP ? x[m].scaled : x[m].scaled + x[M + m].scaled;
-}
-
-// sums[m] += the products of row m with BLOCKS blocks, of which `block` is the first one's number in the
-// row's group.
+// sums[m] += the products of row m with BLOCKS blocks, from the first of its group on. Groups are M apart.
 template <int64_t CODES, int BLOCKS, int M>
 __attribute__((always_inline)) static inline void add_blocks(const uint8_t* codes, int32_t center,
                                                              Pair scale, const RoundedGroup* x,
-                                                             int block, Pair* sums) {
+                                                             Pair* sums) {
     vi products[M][2];
-    for (int m = 0; m < M; ++m)
-        products[m][0] = products[m][1] = -center * sum_of_row<BLOCKS, M>(x, m, block) - vi{};
+    for (int m = 0; m < M; ++m) {
+        const int32_t sum = BLOCKS > BLOCKS_OF_GROUP ? x[m].sum + x[M + m].sum : x[m].sum;
+        products[m][0] = products[m][1] = -center * sum - vi{};
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < BLOCKS * BLOCK / 4; ++i) {
         const uint8_t* const of_block = codes + i / 4 * BYTES_OF_BLOCK<CODES>;
@@ -139,7 +120,7 @@ __attribute__((always_inline)) static inline void add_blocks(const uint8_t* code
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
             int32_t four;
-            std::memcpy(&four, x[i * 4 / ROUNDED * M + m].codes + block * BLOCK + i * 4 % ROUNDED, 4);
+            std::memcpy(&four, x[i * 4 / ROUNDED * M + m].codes + i * 4 % ROUNDED, 4);
             const vi row = four - vi{};
             products[m][0] = add_products(products[m][0], first, row);
             products[m][1] = add_products(products[m][1], second, row);
@@ -175,8 +156,8 @@ struct PieceOfPanel {
     struct Common {
         const uint8_t* codes;
         Pair scale, offset;
-        const RoundedGroup* x;  // of M rows
-        int64_t block, blocks;  // the first block's number in the rows' group, and how many
+        const RoundedGroup* x;  // of M rows; a scale's groups, or one
+        int64_t blocks;         // those of a scale or of a group, or the last one of a row
     };
 
     template <int64_t CODES, int M, typename F>
@@ -189,8 +170,7 @@ struct PieceOfPanel {
                 for (int64_t blocks; first < last; first += blocks) {
                     blocks = BLOCKS_OF_SCALE;
                     while (first % blocks || last - first < blocks) blocks /= 2;
-                    f(Common{codes, scale, offset, tile + first / BLOCKS_OF_GROUP * M,
-                             first % BLOCKS_OF_GROUP, blocks});
+                    f(Common{codes, scale, offset, tile + first / BLOCKS_OF_GROUP * M, blocks});
                     codes += blocks * BYTES_OF_BLOCK<CODES>;
                 }
             });
@@ -203,11 +183,11 @@ struct PieceOfPanel {
         for (int m = 0; m < M; ++m) acc[m] = sums[m];
         for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
             if (of.blocks == BLOCKS_OF_SCALE)
-                add_blocks<CODES, BLOCKS_OF_SCALE, M>(of.codes, center, of.scale, of.x, 0, acc);
+                add_blocks<CODES, BLOCKS_OF_SCALE, M>(of.codes, center, of.scale, of.x, acc);
             else if (of.blocks == BLOCKS_OF_GROUP)
-                add_blocks<CODES, BLOCKS_OF_GROUP, M>(of.codes, center, of.scale, of.x, 0, acc);
+                add_blocks<CODES, BLOCKS_OF_GROUP, M>(of.codes, center, of.scale, of.x, acc);
             else
-                add_blocks<CODES, 1, M>(of.codes, center, of.scale, of.x, (int)of.block, acc);
+                add_blocks<CODES, 1, M>(of.codes, center, of.scale, of.x, acc);
         });
         for (int m = 0; m < M; ++m) sums[m] = acc[m];
     }
@@ -219,7 +199,8 @@ struct PieceOfPanel {
         for (int m = 0; m < M; ++m) acc[m] = sums[m];
         for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
             for (int m = 0; m < M; ++m) {
-                const float sum = scaled_sum_of_row<M>(of.blocks, of.x, m, of.block);
+                float sum = of.x[m].scaled;
+                if (of.blocks > BLOCKS_OF_GROUP) sum += of.x[M + m].scaled;
                 acc[m].a += of.offset.a * sum;
                 acc[m].b += of.offset.b * sum;
             }

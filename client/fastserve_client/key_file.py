@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastserve_client.errors import ClientError
+from fastserve_client.positive_number import positive_number
 
 NO_NAME = ""
 """Name of a key without one. All such keys are one tenant."""
@@ -104,11 +104,8 @@ def _read_line(line: str) -> NamedKey:
 
 
 def _weight(text: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not 0 < weight < math.inf:
+    weight = positive_number(text)
+    if weight is None:
         raise ValueError("must have a weight above 0 between its first two colons, such as 2.5")
     return weight
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from fastserve_client import protocol
 from fastserve_client.options import ServiceOptions
+from fastserve_client.positive_number import positive_number
 from starlette.datastructures import Headers
 
 from fastserve_gateway.auth import Caller
@@ -51,10 +50,7 @@ def _milliseconds(headers: Headers, name: str) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    value = positive_number(text)
+    if value is None:
         raise invalid(name, f"got {text[:_MAX_SHOWN_CHARS]!r}; must be milliseconds above 0")
     return value

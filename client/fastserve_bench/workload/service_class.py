@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from fastserve_client import protocol
 from fastserve_client.errors import WorkloadError
+from fastserve_client.positive_number import positive_number
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SETTINGS = "priority=N, ttft_slo_ms=N, tpot_slo_ms=N, tenant=NAME, key_variable=NAME"
@@ -91,11 +91,8 @@ def _checked_name(place: str, name: str) -> str:
 
 
 def _positive(name: str, key: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    value = positive_number(text)
+    if value is None:
         raise WorkloadError(f"class: {name}: {key}: got {text!r}; must be a number above 0")
     return value
 

@@ -17,7 +17,8 @@ DEVICE_BLOCKS = 120
 MAX_NUM_SEQS = 4
 TENANT = 'the "acme" é'
 """Of one request with a prompt of three tokens and one token of output."""
-TTFT_SLO_MS, TPOT_SLO_MS = 400.0, 20.0
+# No first token comes as soon as the one, and a token a minute is slower than any machine here.
+TTFT_SLO_MS, TPOT_SLO_MS = 0.001, 60e3
 NUM_STREAMS = 48  # long, as values are published only twice a second
 MOST_ROUNDS = 5  # on a busy machine no value may be published while jobs are in every state
 PROMPT_TOKENS = 500

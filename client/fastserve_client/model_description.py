@@ -1,0 +1,15 @@
+"""What a server says about its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """Facts that the clients of a model need before they send a conversation."""
+
+    max_model_len: int
+    """Most tokens of a prompt and its answer together."""
+    chat_template: str | None
+    """The Jinja source; None: the model takes no conversations."""

@@ -76,6 +76,9 @@ class SamplingParams:
     """Go on after an end-of-sequence token (benchmarks force output lengths with it)."""
     logprobs: int | None = None
     """n ≥ 0: log-probabilities of each token and of the n most likely ones. None: of no token."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The job computes its whole prompt then,
+    whatever is in the prefix cache."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens, by id, before all else; from -100 to 100."""
     structured_output: StructuredOutput | None = None
@@ -97,6 +100,8 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._check_stop_conditions()
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)

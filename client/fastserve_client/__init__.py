@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         SamplingOptions,
         ServiceOptions,
     )
-    from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
+    from fastserve_client.results import Chunk, Completion, PerfMetrics, PromptToken, TokenLogprob
 
 __all__ = [
     "FastServeClient",
@@ -56,6 +56,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "TokenLogprob",
+    "PromptToken",
     "PerfMetrics",
     "DEFAULT_URL",
     "DEFAULT_HTTP_URL",
@@ -89,6 +90,7 @@ _MODULES = {
     "Chunk": "results",
     "Completion": "results",
     "TokenLogprob": "results",
+    "PromptToken": "results",
     "PerfMetrics": "results",
 }
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastserve_client import protocol
 from fastserve_client.options import RequestOptions, ServiceOptions
@@ -24,6 +24,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # Unicode, such as httpx2's aiter_lines, would cut an event in two.
 _LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DONE = b"data: [DONE]\n\n"
+PartT = TypeVar("PartT", Chunk, Completion)
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
@@ -101,6 +102,10 @@ class Answer(ABC):
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """One choice of a stream's event; ``None``: the chunk has no news."""
 
+    def answered(self, part: PartT) -> PartT:
+        """What the client gets of a job's result."""
+        return part
+
     def field_names(self) -> Mapping[str, str]:
         """Names of the server's fields in this request, where they differ from completions."""
         return self._fields
@@ -123,7 +128,7 @@ class Answer(ABC):
         """The answer to a request without ``stream``. Completions are in the order of ``jobs``."""
         usage = Usage(self._request.num_choices)
         choices = []
-        for index, completion in enumerate(completions):
+        for index, completion in enumerate(map(self.answered, completions)):
             usage.add(index, completion)
             choices.append(self.choice(index, completion))
         return {**self._frame(self.object, choices), "usage": usage.to_json()}
@@ -139,8 +144,9 @@ class Answer(ABC):
         include_usage = self._request.include_usage
         async with aclosing(chunks):
             async for index, chunk in chunks:
-                usage.add(index, chunk)
-                choice = self.delta(index, chunk)
+                part = self.answered(chunk)
+                usage.add(index, part)
+                choice = self.delta(index, part)
                 if choice is not None:
                     frame = self._frame(self.chunk_object, [choice])
                     yield event({**frame, "usage": None} if include_usage else frame)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastserve_client import protocol
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
 from fastserve_gateway.answer import Answer
+from fastserve_gateway.prompt_answers import vllm_prompt_logprobs
 from fastserve_gateway.schemas import ChatRequest
 
 _ROLE = "assistant"
@@ -31,6 +32,15 @@ class ChatAnswer(Answer):
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": _ROLE, "content": completion.text}
         return self._choice(index, "message", message, completion)
+
+    def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
+        completions = list(completions)
+        answer = super().whole(completions)
+        num_top = self._request.prompt_logprobs
+        if num_top is not None:
+            entries = completions[0].prompt_logprobs
+            answer["prompt_logprobs"] = vllm_prompt_logprobs(entries, num_top)
+        return answer
 
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         delta: dict[str, str] = {}

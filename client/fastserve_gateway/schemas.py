@@ -19,6 +19,8 @@ MAX_LOGIT_BIASES = 300
 """The limit of OpenAI and of the server."""
 MAX_TENANT_CHARS = 128
 """The server's limit. Names become labels of metrics before the server sees them."""
+MAX_LOGPROBS = 20
+"""The server's limit."""
 MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
 """The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to
@@ -205,6 +207,7 @@ class _GenerationRequest(_Fields):
     stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     structured_output: dict[str, Any] | None = None
     priority: int | None = None
@@ -233,6 +236,12 @@ class _GenerationRequest(_Fields):
     def _check_stream_options(self) -> _GenerationRequest:
         if self.include_usage and not self.stream:
             raise ValueError("stream_options: only allowed with stream")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> _GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not allowed with stream, as in vLLM")
         return self
 
     @model_validator(mode="after")
@@ -302,6 +311,7 @@ class _GenerationRequest(_Fields):
             stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logit_bias=self.logit_bias or None,
+            prompt_logprobs=self.prompt_logprobs,
             structured_output=self._wanted_output(),
         )
 
@@ -332,12 +342,6 @@ class CompletionRequest(_GenerationRequest):
     logprobs: Annotated[int | None, BeforeValidator(_without_false)] = None
     echo: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        if self.echo:
-            raise ValueError("echo: not supported; must be false or left out")
-        return self
-
     @property
     def prompts(self) -> Sequence[Prompt]:
         """One or more prompts."""
@@ -351,7 +355,19 @@ class CompletionRequest(_GenerationRequest):
 
     def options(self) -> SamplingOptions:
         """All options but the seed. ``max_tokens`` has the server's default, 16, as OpenAI's."""
-        return SamplingOptions(**self._common_options(), logprobs=self.logprobs)
+        options = SamplingOptions(**self._common_options(), logprobs=self.logprobs)
+        if self.only_echoes:
+            options["max_tokens"] = 1  # it comes with the prompt, and the client does not get it
+        if self.echo and self.logprobs is not None:
+            options["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.echo and (self.logprobs is not None or not isinstance(self.prompts[0], str)):
+            options["return_prompt_tokens"] = True
+        return options
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the answer is the prompt and no token more."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class ChatMessage(TypedDict):

@@ -5,12 +5,22 @@ import math
 
 import numpy as np
 import pytest
-from fastserve_backend.job import JobOutput, TokenLogprob
+from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
+from fastserve_backend.job import JobOutput
+from fastserve_backend.logprobs import TokenLogprob
 from fastserve_backend.serving.codec import decode_request
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
 from fastserve_backend.system.clock import MonotonicClock
 
-TOKENS = {7: " é".encode(), 8: "é".encode()[:1]}
+TOKENS = {2: b"", 7: " é".encode(), 8: "é".encode()[:1]}
+
+
+class FewTokens(ByteTokenizer):
+    def token_bytes(self, token_id: int) -> bytes:
+        return TOKENS[token_id]
+
+
+TOKENIZER = FewTokens(300)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
@@ -21,7 +31,7 @@ def test_a_log_probability_that_is_no_number_is_one_in_a_response(bad: float) ->
         "return_cumulative_logprob": np.array([True]),
     }
     request = decode_request(tensors, "")
-    encoder = ResponseEncoder(request, "", WallClock(MonotonicClock()), TOKENS.__getitem__)
+    encoder = ResponseEncoder(request, "", [5], WallClock(MonotonicClock()), TOKENIZER)
     logprobs = [TokenLogprob(7, bad, ()), TokenLogprob(8, -0.5, ())]
     outputs = dict(encoder.encode([JobOutput("ab", (7, 8), logprobs)]).more)
     assert outputs["cumulative_logprob"].tolist() == [-9999.5]

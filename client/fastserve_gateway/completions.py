@@ -111,8 +111,16 @@ class _Logprobs:
 
 def _by_text(entry: TokenLogprob) -> dict[str, float]:
     """Log-probabilities of the token itself and of the likeliest ones, by text. Parts of characters
-    share one text. Of those the token itself stays, or else the likeliest."""
-    found: dict[str, float] = {}
-    for one in (entry, *entry.top):
-        found.setdefault(one.token, one.logprob)
+    share one text. All but one of them are spelled by their bytes, so that a reader can tell whether
+    the token itself is the likeliest."""
+    found = {entry.token: entry.logprob}
+    for one in entry.top:
+        if one.token_id != entry.token_id:
+            text = _byte_spelling(one.utf8) if one.token in found else one.token
+            found[text] = one.logprob
     return found
+
+
+def _byte_spelling(token: bytes) -> str:
+    """As OpenAI's API for completions spells such tokens."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

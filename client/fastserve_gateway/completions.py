@@ -110,9 +110,11 @@ class _Logprobs:
 
 
 def _by_text(entry: TokenLogprob) -> dict[str, float]:
-    """Log-probabilities of the token itself and of the likeliest ones, by text. Parts of characters
-    share one text. All but one of them are spelled by their bytes, so that a reader can tell whether
-    the token itself is the likeliest."""
+    """Log-probabilities of the token itself and of the likeliest ones, by text.
+
+    Parts of characters share one text. All but one of them are spelled by their bytes, so that a
+    reader can tell whether the token itself is the likeliest.
+    """
     found = {entry.token: entry.logprob}
     for one in entry.top:
         if one.token_id != entry.token_id:

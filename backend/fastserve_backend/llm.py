@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rich.progress import Progress
 
 from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_options import ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
@@ -111,6 +112,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         service: ServiceLevel | Sequence[ServiceLevel] = DEFAULT_SERVICE,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         progress: bool = True,
     ) -> list[Completion]:
         """The model's answer to the last message of each conversation, by its chat template.
@@ -120,6 +125,8 @@ class LLM:
                 a ``content``, which is a text or a list of parts of type ``text``. An assistant's
                 message with ``tool_calls`` needs no content.
             params, service: as for ``generate``.
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message: as in
+                ``ChatOptions``, for all conversations.
 
         Raises:
             InvalidRequestError: as ``generate``; also if a message is not valid, or the model has
@@ -127,7 +134,10 @@ class LLM:
             EngineError: the engine broke.
         """
         jobs = [check_messages(one) for one in _as_conversations(conversations)]
-        prompts = [self.engine.checks.encode_chat(messages) for messages in jobs]
+        options = ChatOptions(
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message
+        )
+        prompts = [self.engine.checks.encode_chat(messages, options) for messages in jobs]
         texts = [last_user_words(messages) for messages in jobs]
         return self._complete(prompts, texts, params, service, progress)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.tokenizer import TokenizationError, Tokenizer
@@ -66,19 +67,24 @@ class RequestChecks:
             raise self._too_long("messages", f"{len(messages)} messages")
         return check_messages(messages)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT
+    ) -> list[int]:
         """Token ids of a conversation, by the model's chat template.
 
         Raises:
-            InvalidRequestError: a message is not valid, the model has no template, or the template
-                refuses the messages.
+            InvalidRequestError: a message is not valid, the model has no template, the template
+                refuses the messages, or the last message to be continued is not the assistant's.
             ContextLengthError: it is too long.
         """
         messages = self.check_conversation(messages)
         given = f"{len(messages)} messages"
+        if options.continue_final_message and messages[-1]["role"] != "assistant":
+            allowed = "the last message must be the assistant's with continue_final_message"
+            raise InvalidRequestError("messages", messages[-1]["role"], allowed)
         self._check_length("messages", sum(len(m["role"]) + len(m["content"]) for m in messages))
         try:
-            text = self._tokenizer.render_chat(messages)
+            text = self._tokenizer.render_chat(messages, options)
             self._check_length("messages", len(text))
             return self._tokenize("messages", text, special_tokens=False)
         except TokenizationError as error:

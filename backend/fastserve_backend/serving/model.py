@@ -153,7 +153,7 @@ class TritonPythonModel:
         elif wanted.messages is not None:
             messages = engine.checks.check_conversation(wanted.messages)
             refuse_unknown_keys(messages)
-            prompt_ids = engine.checks.encode_chat(messages)
+            prompt_ids = engine.checks.encode_chat(messages, wanted.chat)
             users_words = last_user_words(messages)
         else:
             assert wanted.input_ids is not None

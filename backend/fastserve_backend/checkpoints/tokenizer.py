@@ -75,6 +75,11 @@ class Tokenizer(ABC):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of `token_id`; none for a special or unknown token."""
 
+    def spelled_bytes(self, token_id: int) -> bytes:
+        """The bytes of `token_id`; those of a special token as a prompt spells it."""
+        special = self.specials.get(token_id)
+        return self.token_bytes(token_id) if special is None else special.encode()
+
     def written(self, token_id: int) -> str:
         """`token_id` for people to read; a special token by its name."""
         return self.specials.get(token_id) or self.decode([token_id])

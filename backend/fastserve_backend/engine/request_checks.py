@@ -38,8 +38,11 @@ class RequestChecks:
         self._tokenizer = tokenizer
         self._kv_capacity = kv_capacity
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.
+
+        Args:
+            special_tokens: add the tokens that the model expects around a prompt.
 
         Raises:
             InvalidRequestError: the text has no token.
@@ -48,7 +51,7 @@ class RequestChecks:
         """
         self._check_length("text_input", len(text))
         try:
-            ids = self._tokenize("text_input", text, special_tokens=True)
+            ids = self._tokenize("text_input", text, special_tokens=special_tokens)
         except TokenizationError as error:
             raise InvalidRequestError("text_input", text, str(error)) from None
         if not ids:
@@ -68,9 +71,16 @@ class RequestChecks:
         return check_messages(messages)
 
     def encode_chat(
-        self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions = DEFAULT_CHAT,
+        *,
+        special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template.
+
+        Args:
+            special_tokens: as for ``encode``. Templates mostly write these tokens themselves.
 
         Raises:
             InvalidRequestError: a message is not valid, the model has no template, the template
@@ -86,7 +96,7 @@ class RequestChecks:
         try:
             text = self._tokenizer.render_chat(messages, options)
             self._check_length("messages", len(text))
-            return self._tokenize("messages", text, special_tokens=False)
+            return self._tokenize("messages", text, special_tokens=special_tokens)
         except TokenizationError as error:
             raise InvalidRequestError("messages", given, str(error)) from None
 

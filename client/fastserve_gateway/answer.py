@@ -1,4 +1,4 @@
-"""What completions and chat completions share: jobs, usage, and the frame of an answer."""
+"""Answers: what a route makes of a request's jobs. Completions and chat completions share most."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastserve_client import protocol
 from fastserve_client.options import RequestOptions, ServiceOptions
 from fastserve_client.results import Chunk, Completion
 
+from fastserve_gateway.errors import ApiError
 from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
@@ -32,6 +33,11 @@ def event(payload: Mapping[str, Any]) -> bytes:
     for end, escaped in _LINE_ENDS.items():
         text = text.replace(end, escaped)
     return f"data: {text}\n\n".encode()
+
+
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """One server-sent event whose name is the payload's ``type``."""
+    return f"event: {payload['type']}\n".encode() + event(payload)
 
 
 @dataclass(slots=True)
@@ -68,6 +74,40 @@ class Usage:
 class Answer(ABC):
     """Turns one request into jobs, and their results into the API's JSON."""
 
+    @property
+    @abstractmethod
+    def streams(self) -> bool:
+        """Whether the request wants events, or one whole answer."""
+
+    @abstractmethod
+    def jobs(self, service: ServiceOptions) -> list[CompletionJob]: ...
+
+    @abstractmethod
+    def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
+        """The answer to a request without ``stream``. Completions are in the order of ``jobs``."""
+
+    @abstractmethod
+    def events(
+        self, chunks: AsyncGenerator[tuple[int, Chunk], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream. The first comes after the first chunk, or it would have the
+        status 200 whatever becomes of the jobs.
+
+        Raises ClientError, as ``chunks`` does.
+        """
+
+    @abstractmethod
+    def field_names(self) -> Mapping[str, str]:
+        """Names of the server's fields in this request, where they differ from completions."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream whose jobs failed."""
+        return event(error.body)
+
+
+class ChoicesAnswer(Answer):
+    """An answer with choices: ``n`` for each prompt."""
+
     id_prefix: ClassVar[str]
     object: ClassVar[str]
     """The field ``object`` of a whole answer."""
@@ -90,7 +130,6 @@ class Answer(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the request wants events, or one whole answer."""
         return bool(self._request.stream)
 
     @abstractmethod
@@ -102,7 +141,6 @@ class Answer(ABC):
         """One choice of a stream's event; ``None``: the chunk has no news."""
 
     def field_names(self) -> Mapping[str, str]:
-        """Names of the server's fields in this request, where they differ from completions."""
         return self._fields
 
     def jobs(self, service: ServiceOptions) -> list[CompletionJob]:
@@ -120,7 +158,6 @@ class Answer(ABC):
         ]
 
     def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
-        """The answer to a request without ``stream``. Completions are in the order of ``jobs``."""
         usage = Usage(self._request.num_choices)
         choices = []
         for index, completion in enumerate(completions):
@@ -131,10 +168,6 @@ class Answer(ABC):
     async def events(
         self, chunks: AsyncGenerator[tuple[int, Chunk], None]
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, with ``[DONE]`` at the end.
-
-        Raises ClientError, as ``chunks`` does.
-        """
         usage = Usage(self._request.num_choices)
         include_usage = self._request.include_usage
         async with aclosing(chunks):

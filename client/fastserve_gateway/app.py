@@ -66,7 +66,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     async def require_key(request: Request) -> Caller:
         headers = request.headers
-        return settings.keys.check(headers.get("authorization"), headers.get("host", ""))
+        return settings.keys.check(
+            headers.get("authorization"), headers.get("x-api-key"), headers.get("host", "")
+        )
 
     async def respond(
         request: Request,
@@ -92,7 +94,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             # Only the first event decides the status.
             events = answer.events(stream_all(client, jobs))
             first = await while_connected(request.receive, anext(events))
-            return EventStream(first, events, headers, answer.field_names())
+            return EventStream(
+                first,
+                events,
+                headers,
+                lambda error: answer.failure(from_client_error(error, answer.field_names())),
+            )
         except ClientError as error:
             raise from_client_error(error, answer.field_names()) from None
 
@@ -158,13 +165,14 @@ async def end_answers(app: FastAPI) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return no_such_route().response()
+        return no_such_route().response(request.url.path)
     wrong_method = error.status_code == 405
     message = "the route does not take this method" if wrong_method else error.detail
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    answer = ApiError(error.status_code, message, headers=error.headers)
+    return answer.response(request.url.path)

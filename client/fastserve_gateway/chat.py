@@ -8,13 +8,13 @@ from typing import Any
 from fastserve_client import protocol
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
-from fastserve_gateway.answer import Answer
+from fastserve_gateway.answer import ChoicesAnswer
 from fastserve_gateway.schemas import ChatRequest
 
 _ROLE = "assistant"
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -185,11 +185,56 @@ class ResponseFormat(_Fields):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class _GenerationRequest(_Fields):
-    """Fields that completions and chat completions share."""
+class RequestBody(_Fields):
+    """Fields of each request for tokens: for whom it is, and how urgent."""
 
     model: str
     stream: bool | None = None
+    priority: int | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_service_tier(self) -> RequestBody:
+        if self.service_tier is None or self.priority is None:
+            return self
+        if self.priority != TIER_PRIORITIES[self.service_tier]:
+            raise ValueError(
+                f"service_tier: got {self.service_tier!r}, which is the priority "
+                f"{TIER_PRIORITIES[self.service_tier]}, and another priority; give one of them"
+            )
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return 1
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def wanted_priority(self) -> int | None:
+        """The priority that the request names; ``None``: it leaves that to the server."""
+        if self.priority is None and self.service_tier not in (None, "auto"):
+            return TIER_PRIORITIES[self.service_tier]
+        return self.priority
+
+    @property
+    def priority_field(self) -> str:
+        """The field that decides the priority."""
+        return "service_tier" if self.priority is None and self.service_tier else "priority"
+
+    @property
+    def answered_tier(self) -> str | None:
+        """The field ``service_tier`` of the answer; ``None``: it has none, as with OpenAI."""
+        return "default" if self.service_tier == "auto" else self.service_tier
+
+
+class _GenerationRequest(RequestBody):
+    """Fields that completions and chat completions share."""
+
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: int | None = None
@@ -207,20 +252,6 @@ class _GenerationRequest(_Fields):
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
     response_format: ResponseFormat | None = None
     structured_output: dict[str, Any] | None = None
-    priority: int | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
-
-    @model_validator(mode="after")
-    def _check_service_tier(self) -> _GenerationRequest:
-        if self.service_tier is None or self.priority is None:
-            return self
-        if self.priority != TIER_PRIORITIES[self.service_tier]:
-            raise ValueError(
-                f"service_tier: got {self.service_tier!r}, which is the priority "
-                f"{TIER_PRIORITIES[self.service_tier]}, and another priority; give one of them"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_structured_output(self) -> _GenerationRequest:
@@ -247,27 +278,6 @@ class _GenerationRequest(_Fields):
     def num_choices(self) -> int:
         """``n``: answers to each prompt."""
         return 1 if self.n is None else self.n
-
-    @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
-    def wanted_priority(self) -> int | None:
-        """The priority that the request names; ``None``: it leaves that to the server."""
-        if self.priority is None and self.service_tier not in (None, "auto"):
-            return TIER_PRIORITIES[self.service_tier]
-        return self.priority
-
-    @property
-    def priority_field(self) -> str:
-        """The field that decides the priority."""
-        return "service_tier" if self.priority is None and self.service_tier else "priority"
-
-    @property
-    def answered_tier(self) -> str | None:
-        """The field ``service_tier`` of the answer; ``None``: it has none, as with OpenAI."""
-        return "default" if self.service_tier == "auto" else self.service_tier
 
     @property
     def include_usage(self) -> bool:

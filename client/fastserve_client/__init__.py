@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ServerOverloaded,
         ServerUnavailable,
     )
+    from fastserve_client.model_description import ModelDescription
     from fastserve_client.options import (
         Message,
         Prompt,
@@ -48,6 +49,7 @@ __all__ = [
     "AsyncTokenStream",
     "AsyncEngineWatch",
     "EngineState",
+    "ModelDescription",
     "Prompt",
     "Message",
     "RequestOptions",
@@ -78,6 +80,7 @@ _MODULES = {
     "AsyncTokenStream": "aio_client",
     "AsyncEngineWatch": "aio_watch",
     "EngineState": "engine_state",
+    "ModelDescription": "model_description",
     "Prompt": "options",
     "Message": "options",
     "RequestOptions": "options",

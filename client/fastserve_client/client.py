@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -12,7 +13,8 @@ from fastserve_client import protocol
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
 from fastserve_client.errors import ClientClosed, ClientError
 from fastserve_client.exchange import Exchange
-from fastserve_client.request import InferRequest, build_request
+from fastserve_client.request import InferRequest, build_description_request, build_request
+from fastserve_client.response import Outputs, read_description
 from fastserve_client.results import Chunk, Completion
 from fastserve_client.retry import RetryPolicy
 from fastserve_client.transport import Call, open_transport
@@ -20,6 +22,7 @@ from fastserve_client.transport import Call, open_transport
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
+    from fastserve_client.model_description import ModelDescription
     from fastserve_client.options import Prompt, RequestOptions
 
 READY_TIMEOUT_S = 5.0
@@ -113,6 +116,11 @@ class FastServeClient:
         with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks(chunks)
 
+    def describe(self, *, timeout_s: float | None = None) -> ModelDescription:
+        """What the server says about its model. It has the errors of ``generate``."""
+        outputs = self._ask(build_description_request(self.model), timeout_s)
+        return read_description(self.model, outputs)
+
     def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether the server says that the model takes requests; False if none answers."""
         return not self._closed and self._transport.is_ready(self.model, timeout_s)
@@ -136,6 +144,24 @@ class FastServeClient:
     def _start(self, request: InferRequest, timeout_s: float | None) -> TokenStream:
         exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
         return TokenStream(self._send, exchange)
+
+    def _ask(self, request: InferRequest, timeout_s: float | None) -> Outputs:
+        """The only response to a request that is no job."""
+        exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
+        while True:
+            call = self._send(request, exchange.remaining_s())
+            try:
+                outputs = next(call, None)
+                next(call, None)  # reads to the end, so that the connection can be used again
+            except ClientError as error:
+                delay_s = exchange.retry_delay_s(error)
+                if delay_s is None:
+                    raise
+                time.sleep(delay_s)
+            else:
+                return exchange.only_response(outputs)
+            finally:
+                call.cancel()
 
     def _send(self, request: InferRequest, timeout_s: float | None) -> Call:
         if self._closed:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """Facts that the clients of a model need before they send a conversation."""
+    """Facts that the clients of a model need before they send a conversation.
+
+    Servers of another version may send further fields, which are ignored. A new field has a
+    default.
+    """
 
     max_model_len: int
     """Most tokens of a prompt and its answer together."""

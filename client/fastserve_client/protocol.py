@@ -40,6 +40,11 @@ PROMPTS: Final = (TEXT_INPUT, INPUT_IDS, MESSAGES)
 WATCH_INTERVAL_MS: Final = "watch_interval_ms"
 """Takes the place of a prompt, with ``STREAM`` and nothing else. It asks for a response with
 ``ENGINE_STATE`` every so many milliseconds."""
+TASK: Final = "task"
+"""Takes the place of generation: one of ``TASKS``. The only response has ``TASK_RESULT``."""
+DESCRIBE: Final = "describe"
+"""The task that returns the fields of a ``ModelDescription``. Nothing is given beside it."""
+TASKS: Final = (DESCRIBE,)
 STREAM: Final = "stream"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
 """A JSON object with any of ``PARAMETER_KEYS``; a tensor of the same name beats it."""
@@ -125,6 +130,7 @@ INPUTS: Final = (
     TensorSpec(INPUT_IDS, "INT32", variable_length=True),
     TensorSpec(MESSAGES, "BYTES"),
     TensorSpec(WATCH_INTERVAL_MS, "INT32"),
+    TensorSpec(TASK, "BYTES"),
     TensorSpec(STREAM, "BOOL"),
     TensorSpec(SAMPLING_PARAMETERS, "BYTES"),
     TensorSpec(EXCLUDE_INPUT_IN_OUTPUT, "BOOL"),
@@ -179,6 +185,8 @@ NUM_SWAPS: Final = "num_swaps"
 QUEUE_LEVEL: Final = "queue_level"
 ENGINE_STATE: Final = "engine_state"
 """JSON of an ``engine_state.EngineState``; the only output of a request that watches."""
+TASK_RESULT: Final = "task_result"
+"""A JSON object; the only output of a request with ``TASK``."""
 
 PERF_OUTPUTS: Final = (
     TensorSpec(ARRIVAL_TIME_NS, "INT64"),
@@ -203,13 +211,14 @@ OUTPUTS: Final = (
     TensorSpec(LOGPROBS_OUTPUT, "BYTES"),
     *PERF_OUTPUTS,
     TensorSpec(ENGINE_STATE, "BYTES"),
+    TensorSpec(TASK_RESULT, "BYTES"),
 )
 
 PARAMETER_KEYS: Final = (
     *(
         spec.name
         for spec in INPUTS
-        if spec.name not in (*PROMPTS, WATCH_INTERVAL_MS, SAMPLING_PARAMETERS)
+        if spec.name not in (*PROMPTS, WATCH_INTERVAL_MS, TASK, SAMPLING_PARAMETERS)
     ),
     STOP,
     LOGPROBS,

@@ -72,6 +72,11 @@ def build_watch_request(model: str, interval_s: float) -> InferRequest:
     return InferRequest(model, {protocol.WATCH_INTERVAL_MS: (interval_ms,), protocol.STREAM: True})
 
 
+def build_description_request(model: str) -> InferRequest:
+    """The request for a ``ModelDescription``."""
+    return InferRequest(model, {protocol.TASK: protocol.DESCRIBE})
+
+
 def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
     if isinstance(prompt, str):
         return protocol.TEXT_INPUT, _checked_text(protocol.TEXT_INPUT, prompt)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastserve_client import protocol
 from fastserve_client.errors import ServerError
+from fastserve_client.model_description import ModelDescription
 from fastserve_client.results import Chunk, PerfMetrics, TokenLogprob
 
 Outputs = Mapping[str, Sequence[Any]]
@@ -37,6 +38,26 @@ def read_engine_state(model: str, outputs: Outputs) -> str:
         return str(state)
     except (KeyError, ValueError) as error:
         raise unreadable(model, error) from error
+
+
+def read_description(model: str, outputs: Outputs) -> ModelDescription:
+    """The answer to ``build_description_request``.
+
+    Raises:
+        ServerError: the response is not of a fastserve model.
+    """
+    try:
+        fields = _task_result(outputs)
+        return ModelDescription(
+            max_model_len=int(fields["max_model_len"]), chat_template=fields["chat_template"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable(model, error) from error
+
+
+def _task_result(outputs: Outputs) -> Any:
+    (text,) = outputs[protocol.TASK_RESULT]
+    return json.loads(text)
 
 
 def _chunk(outputs: Outputs) -> Chunk:

@@ -156,6 +156,7 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
     protocol.INPUT_IDS: _TOKEN_IDS,
     protocol.MESSAGES: _some(_message, 1),
     protocol.WATCH_INTERVAL_MS: whole_number(40, 10_010),
+    protocol.TASK: _one_of(*protocol.TASKS, "sing"),
     protocol.MAX_TOKENS: _FEW,
     protocol.MIN_TOKENS: whole_number(0, 4),
     protocol.TEMPERATURE: _between(0.0, 2.0),

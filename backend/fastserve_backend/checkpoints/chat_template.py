@@ -56,6 +56,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     @classmethod

@@ -127,6 +127,7 @@ class HFTokenizer(Tokenizer):
         self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._fast = fast
         self._template = template
+        self.chat_template = template.source if template else None
         self._spelling = spelling
         added = files.added()
         self._bytes = {token_id: spelling(token) for token_id, token in files.further.items()}

@@ -41,6 +41,8 @@ class Tokenizer(ABC):
     """The most UTF-8 bytes that one token stands for, which bounds the length of a prompt."""
     specials: Mapping[int, str]
     """The special tokens by id, as a prompt spells them. In an answer they have no text."""
+    chat_template: str | None = None
+    """The Jinja source of the model's chat template, if it has one."""
     end_token_ids: tuple[int, ...] = ()
     """End tokens that the tokenizer's files name, if the model's vocabulary has them; see
     `end_tokens`."""

@@ -105,7 +105,7 @@ class RequestChecks:
         Raises:
             InvalidRequestError: ``min_tokens`` do not fit.
         """
-        room = max(1, self._context_len - len(prompt_ids))
+        room = max(1, self.context_len - len(prompt_ids))
         return replace(params, max_tokens=min(params.max_tokens, room))
 
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -130,7 +130,7 @@ class RequestChecks:
         if wanted is not None and not self._model_config.eos_token_ids:
             allowed = "the model has no end-of-sequence token, with which such an answer ends"
             raise InvalidRequestError(FIELD, wanted.kind, allowed)
-        room = self._context_len - len(prompt_ids)
+        room = self.context_len - len(prompt_ids)
         if room < 1:
             raise self._too_long("text_input", f"{len(prompt_ids)} tokens")
         if params.max_tokens > room:
@@ -165,15 +165,16 @@ class RequestChecks:
         return self._overflow(field, given, f"so a prompt has at most {self._max_prompt_tokens}")
 
     def _overflow(self, field: str, given: object, remedy: str) -> ContextLengthError:
-        limit = self._context_len
+        limit = self.context_len
         if limit < self._model_config.max_model_len:
             remedy = f"all that the KV cache holds, {remedy}"
         return ContextLengthError(field, given, limit, remedy)
 
     @property
     def _max_prompt_tokens(self) -> int:
-        return self._context_len - 1
+        return self.context_len - 1
 
     @property
-    def _context_len(self) -> int:
+    def context_len(self) -> int:
+        """Most tokens of a prompt and its answer together."""
         return min(self._model_config.max_model_len, self._kv_capacity())

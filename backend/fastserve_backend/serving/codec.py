@@ -139,6 +139,26 @@ def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float 
     return interval_ms / 1000
 
 
+def decode_task(tensors: Mapping[str, NDArray[Any]], parameters: str) -> str | None:
+    """The name of the request's task; None: the request is for tokens.
+
+    Raises:
+        InvalidRequestError: there is no such task, or another field is given beside it.
+    """
+    if protocol.TASK not in tensors:
+        return None
+    values = _Values(tensors, parameters)
+    task: str = values.get(protocol.TASK, _to_text)
+    if task not in protocol.TASKS:
+        allowed = "must be one of " + ", ".join(protocol.TASKS)
+        raise InvalidRequestError(protocol.TASK, task, allowed)
+    for other in values.given():
+        if other != protocol.TASK:
+            allowed = f"nothing may be given beside the task {task}"
+            raise InvalidRequestError(other, "a value", allowed)
+    return task
+
+
 class _Prompt(NamedTuple):
     text: str | None = None
     input_ids: NDArray[np.int32] | None = None
@@ -150,7 +170,7 @@ def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
     if len(given) != 1:
         allowed = (
             f"exactly one of {', '.join(protocol.PROMPTS)} is required "
-            f"(or {protocol.WATCH_INTERVAL_MS})"
+            f"(or {protocol.WATCH_INTERVAL_MS}, or {protocol.TASK})"
         )
         what = " and ".join(given) or "none"
         raise InvalidRequestError(", ".join(given or protocol.PROMPTS), what, allowed)

@@ -25,6 +25,7 @@ from fastserve_backend.serving.codec import (
     GRPC_STATUS_HEADER,
     GenerateRequest,
     decode_request,
+    decode_task,
     decode_watch,
     refuse_unknown_keys,
 )
@@ -41,6 +42,7 @@ from fastserve_backend.serving.streaming import (
     ResponseStream,
     unexpected_error,
 )
+from fastserve_backend.serving.tasks import TaskStream, describe
 from fastserve_backend.serving.watching import WatchStream
 from fastserve_backend.system.clock import MonotonicClock
 from fastserve_backend.system.logs import log_to_stderr
@@ -102,13 +104,16 @@ class TritonPythonModel:
             try:
                 tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
                 interval_s = decode_watch(tensors, parameters)
-                if interval_s is None:
-                    wanted = decode_request(tensors, parameters)
-                    self._submit(_text(request.request_id), wanted, channel, emitter)
-                else:
+                task = decode_task(tensors, parameters)
+                if interval_s is not None:
                     watch = WatchStream(channel, emitter)
                     number = self._engine.watch(interval_s, watch.push)
                     watch.on_accepted(partial(self._engine.unwatch, number))
+                elif task is not None:
+                    emitter.wake(TaskStream(channel, emitter, describe(self._engine)))
+                else:
+                    wanted = decode_request(tensors, parameters)
+                    self._submit(_text(request.request_id), wanted, channel, emitter)
             except Exception as error:
                 self._num_rejected += 1
                 emitter.wake(RefusedStream(channel, emitter, _refusal(error)))

@@ -6,13 +6,13 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastserve_client import protocol
-from fastserve_client.options import RequestOptions, ServiceOptions
+from fastserve_client.options import Prompt, RequestOptions, SamplingOptions, ServiceOptions
 from fastserve_client.results import Chunk, Completion
 
 from fastserve_gateway.errors import ApiError
@@ -48,6 +48,8 @@ class Usage:
     """Answers to each prompt. Those of one prompt are neighbours."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Those of the completion tokens that are reasoning; None: not counted."""
     cached_tokens: dict[int, int] = field(default_factory=dict)
     """For each prompt the least of its answers. The other answers may have used what that one
     computed."""
@@ -63,12 +65,16 @@ class Usage:
             self.cached_tokens[prompt] = min(least, part.num_cached_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
+        if self.reasoning_tokens is not None:
+            details = {"reasoning_tokens": self.reasoning_tokens}
+            usage["completion_tokens_details"] = details
+        return usage
 
 
 class Answer(ABC):
@@ -143,19 +149,33 @@ class ChoicesAnswer(Answer):
     def field_names(self) -> Mapping[str, str]:
         return self._fields
 
+    def job_options(self) -> SamplingOptions:
+        """All options but the seed."""
+        return self._request.options()
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._request.prompts
+
+    def on_chunk(self, index: int) -> Callable[[Chunk], None] | None:
+        """See ``CompletionJob``; ``index`` is the choice's."""
+        return None
+
+    def reasoning_tokens(self) -> int | None:
+        """Of all choices so far; None: they are not counted."""
+        return None
+
     def jobs(self, service: ServiceOptions) -> list[CompletionJob]:
         """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed."""
         request = self._request
-        options = RequestOptions(**request.options(), **service)
-        return [
-            CompletionJob(
-                prompt,
-                f"{self._id}-{place * request.num_choices + choice}",
-                {**options, "seed": request.choice_seed(choice)},
-            )
-            for place, prompt in enumerate(request.prompts)
-            for choice in range(request.num_choices)
-        ]
+        options = RequestOptions(**self.job_options(), **service)
+        jobs = []
+        for prompt in self.prompts():
+            for choice in range(request.num_choices):
+                seeded: RequestOptions = {**options, "seed": request.choice_seed(choice)}
+                index = len(jobs)
+                job_id = f"{self._id}-{index}"
+                jobs.append(CompletionJob(prompt, job_id, seeded, self.on_chunk(index)))
+        return jobs
 
     def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
         usage = Usage(self._request.num_choices)
@@ -163,6 +183,7 @@ class ChoicesAnswer(Answer):
         for index, completion in enumerate(completions):
             usage.add(index, completion)
             choices.append(self.choice(index, completion))
+        usage.reasoning_tokens = self.reasoning_tokens()
         return {**self._frame(self.object, choices), "usage": usage.to_json()}
 
     async def events(
@@ -178,6 +199,7 @@ class ChoicesAnswer(Answer):
                     frame = self._frame(self.chunk_object, [choice])
                     yield event({**frame, "usage": None} if include_usage else frame)
         if include_usage:
+            usage.reasoning_tokens = self.reasoning_tokens()
             yield event({**self._frame(self.chunk_object, []), "usage": usage.to_json()})
         yield DONE
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.metrics import RequestMetrics, note_tenant
+from fastserve_gateway.model_formats import DescribedFormats
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 from fastserve_gateway.service import service_options
 
@@ -61,6 +62,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncFastServeClient(settings.url, model=settings.model) as client:
             app.state.client = client
+            app.state.formats = DescribedFormats(client)
             app.state.live_feed = LiveFeed(client)
             yield
 
@@ -75,7 +77,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         caller: Caller,
         take: Take,
         schema: type[RequestT],
-        answer_to: Callable[[RequestT], Answer],
+        answer_to: Callable[[RequestT], Awaitable[Answer]],
     ) -> Response:
         client: AsyncFastServeClient = app.state.client
         note_tenant(request, caller.tenant)  # now, because the body may be refused
@@ -84,7 +86,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)
-        answer = answer_to(body)
+        try:
+            answer = await answer_to(body)
+        except ClientError as error:  # the server does not describe its model
+            raise from_client_error(error, {}) from None
         jobs = answer.jobs(service)
         try:
             if not answer.streams:
@@ -119,13 +124,19 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        return await respond(request, caller, take, CompletionRequest, CompletionAnswer)
+        async def answer_to(body: CompletionRequest) -> CompletionAnswer:
+            return CompletionAnswer(body)
+
+        return await respond(request, caller, take, CompletionRequest, answer_to)
 
     @app.post("/v1/chat/completions", dependencies=with_key)
     async def chat_completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        return await respond(request, caller, take, ChatRequest, ChatAnswer)
+        async def answer_to(body: ChatRequest) -> ChatAnswer:
+            return ChatAnswer(body, await app.state.formats.current())
+
+        return await respond(request, caller, take, ChatRequest, answer_to)
 
     model = {"id": settings.model, "object": "model", "created": started, "owned_by": "fastserve"}
 

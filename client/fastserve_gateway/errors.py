@@ -139,7 +139,11 @@ def from_validation(error: ValidationError) -> ApiError:
         return invalid(param, message)
     # A mistake of several fields: the schema's own message begins with one of them.
     name, separator, reason = message.partition(": ")
-    return invalid(name, reason) if separator and name.isidentifier() else ApiError(400, message)
+    return invalid(name, reason) if separator and _is_path(name) else ApiError(400, message)
+
+
+def _is_path(name: str) -> bool:
+    return all(part.isidentifier() or part.isdecimal() for part in name.split("."))
 
 
 def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError:

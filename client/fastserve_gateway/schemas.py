@@ -10,8 +10,11 @@ from fastserve_client.message_text import NOT_TEXT, joined_text
 from fastserve_client.options import Message, Prompt, SamplingOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+
+from fastserve_gateway.strict_fields import StrictFields
+from fastserve_gateway.tool_fields import MAX_TOOLS, FunctionTool, ToolChoice, check_tools
 
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
@@ -91,8 +94,8 @@ _OTHER_FORM = (
 )
 _BIAS = "must be left out; logit_bias bans tokens"
 _UNSUPPORTED = {
-    "tools": "must be empty or left out",
-    "functions": "must be empty or left out",
+    "functions": "must be empty or left out; tools takes its place",
+    "function_call": "must be empty or left out; tool_choice takes its place",
     "suffix": "must be empty or left out",
     "best_of": "must be at most n or left out",
     # Fields of vLLM and llama.cpp.
@@ -129,21 +132,11 @@ def _got(value: Any) -> str:
     return _JSON_KINDS.get(type(value), "a value")
 
 
-class _Fields(BaseModel):
-    """Strict: "5" is not 5. Undeclared fields are kept, so that they can be named."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    def unknown_fields(self) -> list[str]:
-        """Fields that nothing here reads. A field that is null does not count."""
-        return [name for name, value in (self.model_extra or {}).items() if value is not None]
-
-
-class StreamOptions(_Fields):
+class StreamOptions(StrictFields):
     include_usage: bool | None = None
 
 
-class JSONSchema(_Fields):
+class JSONSchema(StrictFields):
     """A schema that the answer follows, whether ``strict`` or not."""
 
     name: str
@@ -156,7 +149,7 @@ TIER_PRIORITIES = {"auto": 0, "default": 0, "priority": -1, "flex": 1}
 """The priority of each of OpenAI's service tiers."""
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(StrictFields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
     bare_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
@@ -185,7 +178,7 @@ class ResponseFormat(_Fields):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class RequestBody(_Fields):
+class RequestBody(StrictFields):
     """Fields of each request for tokens: for whom it is, and how urgent."""
 
     model: str
@@ -393,6 +386,14 @@ class ChatRequest(_GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        check_tools(self.tools or [], self.tool_choice)
+        return self
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:

@@ -168,7 +168,7 @@ class ChoicesAnswer(Answer):
         """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed."""
         request = self._request
         options = RequestOptions(**self.job_options(), **service)
-        jobs = []
+        jobs: list[CompletionJob] = []
         for prompt in self.prompts():
             for choice in range(request.num_choices):
                 seeded: RequestOptions = {**options, "seed": request.choice_seed(choice)}

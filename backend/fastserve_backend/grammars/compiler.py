@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastserve_client.schema_formats import has_unknown_format, schema_parts
+from fastserve_client.schema_formats import without_unknown
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
 if TYPE_CHECKING:
@@ -123,12 +123,7 @@ class _Vocabulary:
 
 def _grammar(kind: str, text: str) -> str:
     if kind in ("json_schema", "json_object"):
-        schema = json.loads(text)
-        for _, part in schema_parts(schema):
-            if has_unknown_format(part):
-                del part["format"]
-            if part.get("uniqueItems") is False:  # the default, and llguidance refuses the keyword
-                del part["uniqueItems"]
+        schema = without_unknown(json.loads(text))
         options: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":

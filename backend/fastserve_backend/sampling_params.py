@@ -74,6 +74,9 @@ class SamplingParams:
     alone is one token. Kept as a frozenset."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token (benchmarks force output lengths with it)."""
+    skip_special_tokens: bool = True
+    """False: special tokens of the answer have their text, as the tokenizer spells them. A token
+    that ends the answer has none even so."""
     logprobs: int | None = None
     """n ≥ 0: log-probabilities of each token and of the n most likely ones. None: of no token."""
     logit_bias: Mapping[int, float] | None = None
@@ -95,6 +98,9 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.skip_special_tokens, bool):
+            allowed = "must be true or false"
+            raise InvalidRequestError("skip_special_tokens", self.skip_special_tokens, allowed)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_stop_conditions()

@@ -42,6 +42,8 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | int | None
     """Each of these tokens ends the answer. Its text is not part of it."""
     ignore_eos: bool | None
+    skip_special_tokens: bool | None
+    """False: special tokens of the answer have their text. The default is True."""
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     """What to add to the logits of tokens, by id: from -100, which bans a token, to 100."""
     structured_output: Mapping[str, Any] | None

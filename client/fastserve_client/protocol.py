@@ -217,6 +217,7 @@ PARAMETER_KEYS: Final = (
     STOP_TOKEN_IDS,
     LOGIT_BIAS,
     STRUCTURED_OUTPUT,
+    SKIP_SPECIAL_TOKENS,
 )
 """Names that may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats
 ``SAMPLING_PARAMETERS``, and that beats a request parameter. Numbers and booleans may be strings.

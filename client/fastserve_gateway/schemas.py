@@ -204,6 +204,7 @@ class _GenerationRequest(_Fields):
     stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
     stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
     response_format: ResponseFormat | None = None
     structured_output: dict[str, Any] | None = None
@@ -301,6 +302,7 @@ class _GenerationRequest(_Fields):
             stop=None if self.stop == [] else self.stop,
             stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
             logit_bias=self.logit_bias or None,
             structured_output=self._wanted_output(),
         )

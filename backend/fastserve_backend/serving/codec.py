@@ -381,6 +381,7 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.SEED: _to_int,
     protocol.STOP_TOKEN_IDS: _to_token_ids,
     protocol.IGNORE_EOS: _to_bool,
+    protocol.SKIP_SPECIAL_TOKENS: _to_bool,
     protocol.LOGIT_BIAS: _to_logit_bias,
     protocol.STRUCTURED_OUTPUT: _to_structured_output,
 }

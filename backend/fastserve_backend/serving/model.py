@@ -156,7 +156,10 @@ class TritonPythonModel:
         prompt = ""
         if wanted.include_input:
             prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)
-        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, engine.tokenizer.token_bytes)
+        tokenizer = engine.tokenizer
+        skips_specials = wanted.params.skip_special_tokens
+        token_bytes = tokenizer.token_bytes if skips_specials else tokenizer.spelled_bytes
+        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, token_bytes)
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
         stream = ResponseStream(channel, emitter, encoder, interval)
         params = wanted.params

@@ -26,6 +26,8 @@ MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
 """The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to
 refuse them, other requests wait."""
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 64
 
 # A field that may hold millions of values is checked as a whole, up to its first mistake. pydantic
 # would keep an error for each value, and for each member of a union.
@@ -65,6 +67,18 @@ def _check_token_ids(value: Any) -> Any:
     raise ValueError(f"must be a token id or a list of at most {MAX_STOP_TOKEN_IDS} of them")
 
 
+def _check_allowed(value: Any) -> Any:
+    if value is None or (_all(int, value) and len(value) <= MAX_ALLOWED_TOKEN_IDS):
+        return value
+    raise ValueError(f"must be a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, or left out")
+
+
+def _check_bad_words(value: Any) -> Any:
+    if value is None or _is_short(str, value, MAX_BAD_WORDS):
+        return value
+    raise ValueError(f"must be a list of at most {MAX_BAD_WORDS} texts")
+
+
 def _without_false(value: Any) -> Any:
     """``logprobs`` is a flag for chat and a number for completions; false is both's default."""
     return None if value is False else value
@@ -92,7 +106,6 @@ def _all(kind: type, value: Any) -> bool:
 _OTHER_FORM = (
     "must be left out; response_format or structured_output says what an answer looks like"
 )
-_BIAS = "must be left out; logit_bias bans tokens"
 _UNSUPPORTED = {
     "functions": "must be empty or left out; tools takes its place",
     "function_call": "must be empty or left out; tool_choice takes its place",
@@ -106,8 +119,6 @@ _UNSUPPORTED = {
     "structured_outputs": _OTHER_FORM,
     "grammar": _OTHER_FORM,
     "json_schema": _OTHER_FORM,
-    "bad_words": _BIAS,
-    "allowed_token_ids": _BIAS,
 }
 """Fields that would change the answer, and the values at which they change nothing."""
 _MAX_KIND_CHARS = 32
@@ -235,6 +246,7 @@ class _GenerationRequest(RequestBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -242,7 +254,11 @@ class _GenerationRequest(RequestBody):
     stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
     stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
+    allowed_token_ids: Annotated[list[int] | None, PlainValidator(_check_allowed)] = None
+    bad_words: Annotated[list[str] | None, PlainValidator(_check_bad_words)] = None
+    truncate_prompt_tokens: int | None = None
     response_format: ResponseFormat | None = None
     structured_output: dict[str, Any] | None = None
 
@@ -298,13 +314,18 @@ class _GenerationRequest(RequestBody):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             stop=None if self.stop == [] else self.stop,
             stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
             logit_bias=self.logit_bias or None,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words or None,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             structured_output=self._wanted_output(),
         )
 

@@ -21,7 +21,6 @@ from fastserve_backend.grammars.compiler import (
     GrammarError,
     _Vocabulary,
     accept,
-    next_mask,
 )
 from fastserve_backend.grammars.messages import (
     FromGrammars,
@@ -73,11 +72,20 @@ class TestCompiler:
         self, compiler: Compiler
     ) -> None:
         matcher = compiler.compile("choice", '["yes", "yes no"]')
-        assert allowed(next_mask(matcher)) == {265}  # where there is no choice, the longest token
+        assert allowed(compiler.next_mask(matcher)) == {
+            265
+        }  # where there is no choice, the longest token
         accept(matcher, 265)
-        assert allowed(next_mask(matcher)) == {*EOS, 4 + ord(" "), 266}
+        assert allowed(compiler.next_mask(matcher)) == {*EOS, 4 + ord(" "), 266}
         accept(matcher, 266)
-        assert allowed(next_mask(matcher)) == set(EOS)
+        assert allowed(compiler.next_mask(matcher)) == set(EOS)
+
+    @pytest.mark.parametrize("num_tokens", [287, 288, 289])
+    def test_a_mask_has_a_bit_for_each_token_in_whole_words(self, num_tokens: int) -> None:
+        tokens = [*TOKENS, *[b""] * (num_tokens - len(TOKENS))]
+        compiler = Compiler(tokens, EOS)
+        mask = compiler.next_mask(compiler.compile("regex", "a"))
+        assert len(mask) == (36 if num_tokens <= 288 else 40)
 
     @pytest.mark.parametrize(
         ("wanted", "answers"),
@@ -176,14 +184,14 @@ def test_whatever_a_model_chooses_is_json_that_the_schema_describes(
     compiler: Compiler, schema: dict[str, Any], seed: int
 ) -> None:
     matcher = compiler.compile("json_schema", StructuredOutput(json_schema=schema).text)
-    text = random_answer(matcher, random.Random(seed))
+    text = random_answer(compiler, matcher, random.Random(seed))
     jsonschema.validate(json.loads(text), schema)
 
 
-def random_answer(matcher: LLMatcher, rng: random.Random) -> bytes:
+def random_answer(compiler: Compiler, matcher: LLMatcher, rng: random.Random) -> bytes:
     text = b""
     for _ in range(5000):
-        token_id = int(rng.choice(sorted(allowed(next_mask(matcher)))))
+        token_id = int(rng.choice(sorted(allowed(compiler.next_mask(matcher)))))
         if token_id in EOS:
             return text
         text += TOKENS[token_id]

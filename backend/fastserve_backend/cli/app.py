@@ -44,6 +44,10 @@ _Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with it
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
+_MinP = Annotated[
+    float | None,
+    typer.Option(help="Only tokens with this share of the likeliest token's probability, 0 to 1."),
+]
 _Priority = Annotated[int | None, typer.Option(help="Lower runs first; default: 0.")]
 _TtftSlo = Annotated[
     float | None, typer.Option(help="Wanted ms to the first token; default: the server's.")
@@ -112,6 +116,7 @@ def generate(
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
+    min_p: _MinP = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop word, also a special token; can be repeated.")
@@ -134,6 +139,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         seed=seed,
         stop=stop or None,
         ignore_eos=ignore_eos or None,
@@ -155,6 +161,7 @@ def chat(
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
+    min_p: _MinP = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     priority: _Priority = None,
     ttft_slo_ms: _TtftSlo = None,
@@ -178,6 +185,7 @@ def chat(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         seed=seed,
         priority=priority,
         ttft_slo_ms=ttft_slo_ms,

@@ -214,11 +214,12 @@ class Engine:
 
         Raises:
             InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long;
-                or its service level is not allowed.
+                its tokens' rules leave no choice; or its service level is not allowed.
             OverloadedError, DrainingError: no job is accepted now, or a ``TenantLimitError``.
             EngineError: the engine is broken.
         """
         self.checks.validate(prompt_ids, params)
+        rules = self.checks.token_rules(params)
         service = resolve_service(service, self.config)
         job = Job(
             id=job_id,
@@ -229,6 +230,7 @@ class Engine:
             service=service,
             sink=sink,
             seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+            rules=rules,
         )
         predictions = self.predictions
         if predictions is not None:

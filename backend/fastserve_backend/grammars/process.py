@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llguidance import LLMatcher
 
 from fastserve_backend.grammars.check import Check
-from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept, next_mask
+from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept
 from fastserve_backend.grammars.messages import (
     AcceptTokens,
     BeginJob,
@@ -46,6 +46,7 @@ class _Grammar(NamedTuple):
 @dataclass(slots=True)
 class _Job:
     number: int
+    compiler: Compiler
     matcher: LLMatcher
     num_tokens: int = 0
 
@@ -56,7 +57,7 @@ class _Job:
 
     def mask(self) -> Mask:
         """Raises GrammarError."""
-        return Mask(self.number, self.num_tokens, next_mask(self.matcher))
+        return Mask(self.number, self.num_tokens, self.compiler.next_mask(self.matcher))
 
     def mask_after(self, token_id: int) -> Mask:
         """Raises GrammarError: also where computing the mask takes too long."""
@@ -158,7 +159,7 @@ class GrammarLoop:
         if isinstance(known, str):
             self._engine.send(GrammarRefused(begin.number, known))
             return
-        job = _Job(begin.number, known.deep_copy())
+        job = _Job(begin.number, self._compiler, known.deep_copy())
         try:
             for token_id in array("i", begin.output_ids):
                 job.accept(token_id)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rich.progress import Progress
 
 from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_options import ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
@@ -116,6 +117,10 @@ class LLM:
         *,
         service: ServiceLevel | Sequence[ServiceLevel] = DEFAULT_SERVICE,
         truncate_prompt_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         progress: bool = True,
     ) -> list[Completion]:
         """The model's answer to the last message of each conversation, by its chat template.
@@ -125,6 +130,8 @@ class LLM:
                 a ``content``, which is a text or a list of parts of type ``text``. An assistant's
                 message with ``tool_calls`` needs no content.
             params, service, truncate_prompt_tokens: as for ``generate``.
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message: as in
+                ``ChatOptions``, for all conversations.
 
         Raises:
             InvalidRequestError: as ``generate``; also if a message is not valid, or the model has
@@ -132,9 +139,14 @@ class LLM:
             EngineError: the engine broke.
         """
         jobs = [check_messages(one) for one in _as_conversations(conversations)]
+        options = ChatOptions(
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message
+        )
         kept = self._kept_tokens(truncate_prompt_tokens, params, len(jobs))
         encode = self.engine.checks.encode_chat
-        prompts = [encode(messages, most) for messages, most in zip(jobs, kept, strict=True)]
+        prompts = [
+            encode(messages, options, most) for messages, most in zip(jobs, kept, strict=True)
+        ]
         texts = [last_user_words(messages) for messages in jobs]
         return self._complete(prompts, kept, texts, params, service, progress)
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from fastserve_client.model_description import ModelDescription
     from fastserve_client.options import (
+        ChatTemplateOptions,
         Message,
         Prompt,
         RequestOptions,
@@ -55,6 +56,7 @@ __all__ = [
     "RequestOptions",
     "SamplingOptions",
     "ServiceOptions",
+    "ChatTemplateOptions",
     "Chunk",
     "Completion",
     "TokenLogprob",
@@ -86,6 +88,7 @@ _MODULES = {
     "RequestOptions": "options",
     "SamplingOptions": "options",
     "ServiceOptions": "options",
+    "ChatTemplateOptions": "options",
     "DEFAULT_URL": "endpoint",
     "DEFAULT_HTTP_URL": "endpoint",
     "Endpoint": "endpoint",

@@ -17,3 +17,5 @@ class ModelDescription:
     """Most tokens of a prompt and its answer together."""
     chat_template: str | None
     """The Jinja source; None: the model takes no conversations."""
+    tool_template: str | None = None
+    """The source that is used in its place for requests with tools; None: it is the same."""

@@ -9,9 +9,9 @@ from typing import Any, TypedDict, get_type_hints
 from fastserve_client.errors import InvalidRequest, shown
 
 Message = Mapping[str, Any]
-"""``{"role": …, "content": …}``. The model defines the roles, such as system, user and assistant.
-Content is text or a list of parts of type text. An assistant's message with ``tool_calls`` needs
-none."""
+"""``{"role": …, "content": …}``. The model defines the roles, such as system, user, assistant and
+tool. Content is text or a list of parts of type text. An assistant's message with ``tool_calls``
+needs none. Templates may know ``name``, ``tool_call_id`` and ``reasoning_content``, too."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation for the model's chat template."""
@@ -74,7 +74,21 @@ class ServiceOptions(TypedDict, total=False):
     """For whom the request runs."""
 
 
-class RequestOptions(SamplingOptions, ServiceOptions, total=False):
+class ChatTemplateOptions(TypedDict, total=False):
+    """What the model's chat template gets beside a conversation. The server checks it too."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """Tools that the answer may call, described as in OpenAI's API."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables that the template knows, such as ``enable_thinking``."""
+    add_generation_prompt: bool | None
+    """Whether the prompt ends with the beginning of an answer; by default it does, unless it ends
+    inside the last message."""
+    continue_final_message: bool | None
+    """The answer goes on with the text of the last message, which is the assistant's."""
+
+
+class RequestOptions(SamplingOptions, ServiceOptions, ChatTemplateOptions, total=False):
     """All options of a request."""
 
 
@@ -90,6 +104,7 @@ _ALLOWED = {
     Sequence[int] | int | None: "a list of token ids",
     Mapping[int, float] | Mapping[str, float] | None: "a mapping that JSON can carry",
     Mapping[str, Any] | None: "a mapping that JSON can carry",
+    Sequence[Mapping[str, Any]] | None: "a list of mappings that JSON can carry",
 }
 
 

@@ -34,7 +34,7 @@ TEXT_INPUT: Final = "text_input"
 INPUT_IDS: Final = "input_ids"
 MESSAGES: Final = "messages"
 """A conversation for the model's chat template: a JSON list of objects with the strings ``role``
-(such as system, user, assistant) and ``content``."""
+(such as system, user, assistant, tool) and ``content``."""
 PROMPTS: Final = (TEXT_INPUT, INPUT_IDS, MESSAGES)
 """A request for tokens has exactly one of them."""
 WATCH_INTERVAL_MS: Final = "watch_interval_ms"
@@ -121,6 +121,13 @@ ADD_GENERATION_PROMPT: Final = "add_generation_prompt"
 """Not a tensor, like ``LOGPROBS``. False: the prompt ends with the last message."""
 CONTINUE_FINAL_MESSAGE: Final = "continue_final_message"
 """Not a tensor, like ``LOGPROBS``. True: the answer goes on with the text of the last message."""
+CHAT_OPTIONS: Final = (
+    TOOLS,
+    CHAT_TEMPLATE_KWARGS,
+    ADD_GENERATION_PROMPT,
+    CONTINUE_FINAL_MESSAGE,
+)
+"""Only with ``MESSAGES``."""
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 """Not a tensor, like ``LOGPROBS``. How many of the most likely tokens the output
 ``PROMPT_LOGPROBS_OUTPUT`` lists for each token of the prompt (with ``RETURN_PROMPT_LOGPROBS``)."""
@@ -234,6 +241,7 @@ PARAMETER_KEYS: Final = (
     ALLOWED_TOKEN_IDS,
     BAD_WORDS,
     TRUNCATE_PROMPT_TOKENS,
+    *CHAT_OPTIONS,
 )
 """Names that may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats
 ``SAMPLING_PARAMETERS``, and that beats a request parameter. Numbers and booleans may be strings.

@@ -49,7 +49,9 @@ def read_description(model: str, outputs: Outputs) -> ModelDescription:
     try:
         fields = _task_result(outputs)
         return ModelDescription(
-            max_model_len=int(fields["max_model_len"]), chat_template=fields["chat_template"]
+            max_model_len=int(fields["max_model_len"]),
+            chat_template=fields["chat_template"],
+            tool_template=fields.get("tool_template"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise unreadable(model, error) from error

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from typing import Annotated, Any, Literal, NotRequired
 
 from fastserve_client.message_text import NOT_TEXT, joined_text
-from fastserve_client.options import Message, Prompt, SamplingOptions
+from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
@@ -307,8 +307,8 @@ class _GenerationRequest(RequestBody):
         parts = islice(schema_parts(schema, f"{self.schema_field}."), _MAX_SCHEMA_PARTS)
         return [*names, *(f"{path}format" for path, part in parts if has_unknown_format(part))]
 
-    def _common_options(self) -> SamplingOptions:
-        return SamplingOptions(
+    def _common_options(self) -> RequestOptions:
+        return RequestOptions(
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -373,9 +373,9 @@ class CompletionRequest(_GenerationRequest):
     def num_prompts(self) -> int:
         return len(self.prompts)
 
-    def options(self) -> SamplingOptions:
+    def options(self) -> RequestOptions:
         """All options but the seed. ``max_tokens`` has the server's default, 16, as OpenAI's."""
-        return SamplingOptions(**self._common_options(), logprobs=self.logprobs)
+        return RequestOptions(**self._common_options(), logprobs=self.logprobs)
 
 
 class ChatMessage(TypedDict):
@@ -447,10 +447,10 @@ class ChatRequest(_GenerationRequest):
         }
         return [*super().unknown_fields(), *sorted(nested)]
 
-    def options(self) -> SamplingOptions:
+    def options(self) -> RequestOptions:
         """All options but the seed. Without ``max_tokens`` the answer may take what the prompt
         leaves."""
-        options = SamplingOptions(
+        options = RequestOptions(
             **self._common_options(), logprobs=(self.top_logprobs or 0) if self.logprobs else None
         )
         if self.max_completion_tokens is not None:

@@ -109,6 +109,10 @@ _FORMATS = _one_of(
     ),
     *({"type": "json_schema", "json_schema": {"name": "a"}}, {"type": "json_object", "schema": {}}),
 )
+_TOOLS = (
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
+    *({"type": "function"}, {}, "add"),
+)
 
 
 def _message(rng: Random) -> dict[str, Any]:
@@ -116,7 +120,9 @@ def _message(rng: Random) -> dict[str, Any]:
     parts = [{"type": rng.choice(("text", "text", "image_url")), "text": text(rng)}]
     message["content"] = text(rng) if rng.random() < 0.7 else parts
     if rng.random() < 0.2:
-        message[rng.choice(("name", "tool_calls", "content", "refusal"))] = junk(rng)
+        message[rng.choice(("name", "tool_calls", "tool_call_id", "content", "refusal"))] = junk(
+            rng
+        )
     return message
 
 
@@ -177,6 +183,9 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
     protocol.SKIP_SPECIAL_TOKENS: boolean,
     protocol.LOGPROBS: either(boolean, whole_number(0, 5)),
     protocol.STRUCTURED_OUTPUT: _FORMS,
+    protocol.TOOLS: _some(_one_of(*_TOOLS)),
+    protocol.CHAT_TEMPLATE_KWARGS: _one_of({}, {"enable_thinking": False}, {"messages": []}),
+    **dict.fromkeys((protocol.ADD_GENERATION_PROMPT, protocol.CONTINUE_FINAL_MESSAGE), boolean),
     protocol.PRIORITY: whole_number(-3, 3),
     **dict.fromkeys((protocol.TTFT_SLO_MS, protocol.TPOT_SLO_MS), _between(1e-3, 1e9)),
     protocol.TENANT: _one_of("", "acme", "é" * 128),
@@ -187,6 +196,8 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
 TENSORS: dict[str, Draw] = {
     protocol.MESSAGES: lambda rng: json.dumps(GOOD[protocol.MESSAGES](rng)),
     **dict.fromkeys((protocol.LOGIT_BIAS, protocol.STRUCTURED_OUTPUT), text),
+    protocol.TOOLS: lambda rng: json.dumps(GOOD[protocol.TOOLS](rng)),
+    protocol.CHAT_TEMPLATE_KWARGS: lambda rng: json.dumps(GOOD[protocol.CHAT_TEMPLATE_KWARGS](rng)),
 }
 """Fields whose valid values differ between Triton and the gateway."""
 

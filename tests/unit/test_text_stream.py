@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from fastserve_backend.engine.text_stream import TextStream
@@ -23,7 +24,7 @@ class Pieces(Tokenizer):
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         raise NotImplementedError
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         raise NotImplementedError
 
     def token_bytes(self, token_id: int) -> bytes:

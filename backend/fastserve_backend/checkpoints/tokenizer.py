@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hub import download, is_hub_id
@@ -43,6 +44,8 @@ class Tokenizer(ABC):
     """The special tokens by id, as a prompt spells them. In an answer they have no text."""
     chat_template: str | None = None
     """The Jinja source of the model's chat template, if it has one."""
+    tool_template: str | None = None
+    """The source of the template that takes its place if there are tools, if there is another."""
     end_token_ids: tuple[int, ...] = ()
     """End tokens that the tokenizer's files name, if the model's vocabulary has them; see
     `end_tokens`."""
@@ -60,9 +63,9 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The prompt that makes the model answer the last message. It spells out all special tokens
-        that the model expects.
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
+        """The prompt that makes the model answer the last message, or continue it. It spells out
+        all special tokens that the model expects.
 
         Raises:
             TokenizationError: there is no template, or it refuses the messages.
@@ -136,7 +139,7 @@ class ByteTokenizer(Tokenizer):
         begin = [_OPT_EOS] if special_tokens else []
         return [*begin, *(byte + _NUM_SPECIAL for byte in utf8(text))]
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         raise TokenizationError(NO_CHAT_TEMPLATE)
 
     def token_bytes(self, token_id: int) -> bytes:

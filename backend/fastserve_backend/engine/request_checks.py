@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.tokenizer import TokenizationError, Tokenizer
@@ -57,7 +58,7 @@ class RequestChecks:
             raise InvalidRequestError("truncate_prompt_tokens", truncate, allowed)
         most = self._max_prompt_tokens
         if truncate == -1:
-            return most if clips else max(1, self._context_len - params.max_tokens)
+            return most if clips else max(1, self.context_len - params.max_tokens)
         return None if truncate > most else truncate  # a longer prompt is refused as it is
 
     def encode(self, text: str, kept: int | None = None) -> list[int]:
@@ -91,24 +92,34 @@ class RequestChecks:
             raise self._too_long("messages", f"{len(messages)} messages")
         return check_messages(messages)
 
-    def encode_chat(self, messages: Sequence[Message], kept: int | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions = DEFAULT_CHAT,
+        kept: int | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, by the model's chat template.
 
         Args:
             kept: how many of the last ones; None: all.
 
         Raises:
-            InvalidRequestError: a message is not valid, the model has no template, or the template
-                refuses the messages.
+            InvalidRequestError: a message is not valid, the model has no template, the template
+                refuses the messages, or the last message to be continued is not the assistant's.
             ContextLengthError: it is too long.
         """
         messages = self.check_conversation(messages)
         given = f"{len(messages)} messages"
+        if options.continue_final_message and messages[-1]["role"] != "assistant":
+            allowed = "the last message must be the assistant's with continue_final_message"
+            raise InvalidRequestError("messages", messages[-1]["role"], allowed)
         if kept is None:
             num_chars = sum(len(m["role"]) + len(m["content"]) for m in messages)
             self._check_length("messages", num_chars)
         try:
-            text = self._tokenizer.render_chat(messages)
+            text = self._tokenizer.render_chat(messages, options)
+            if kept is None:
+                self._check_length("messages", len(text))
             return self._tokenize("messages", text, kept, special_tokens=False)
         except TokenizationError as error:
             raise InvalidRequestError("messages", given, str(error)) from None

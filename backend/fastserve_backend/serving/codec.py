@@ -17,6 +17,7 @@ import numpy as np
 from fastserve_client import protocol
 from numpy.typing import NDArray
 
+from fastserve_backend.checkpoints.chat_options import MAX_TOOLS_CHARS, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.grammars.structured_output import StructuredOutput
@@ -32,7 +33,10 @@ MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
 # Enough for a million tokens of escaped text. All other requests wait while JSON is read.
 MAX_MESSAGES_BYTES = 16 << 20
 
-_MESSAGE_KEYS = ("role", "content", "tool_calls")
+_MESSAGE_KEYS = (
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *("reasoning_content", "reasoning"),
+)
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
@@ -50,6 +54,8 @@ class GenerateRequest:
     messages: list[Any] | None
     """A conversation for the model's chat template: a list of at least one element of any type,
     which is not checked yet."""
+    chat: ChatOptions
+    """What the chat template gets beside ``messages``."""
     stream: bool
     include_input: bool
     """``text_output`` begins with the prompt's text; never with ``stream`` or ``messages``."""
@@ -97,6 +103,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         text=prompt.text,
         input_ids=prompt.input_ids,
         messages=prompt.messages,
+        chat=_chat_options(values, prompt),
         stream=stream,
         include_input=answer_only is None and not exclude_input,
         params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
@@ -202,6 +209,19 @@ def _messages(text: str) -> list[Any]:
         allowed = "must be a JSON list of at least one message"
         raise InvalidRequestError(protocol.MESSAGES, f"{len(text)} characters", allowed)
     return messages
+
+
+def _chat_options(values: _Values, prompt: _Prompt) -> ChatOptions:
+    if prompt.messages is None:
+        for name in protocol.CHAT_OPTIONS:
+            if values.get(name, lambda name, value: value) is not None:
+                raise InvalidRequestError(name, "a value", f"only with {protocol.MESSAGES}")
+    return ChatOptions(
+        tools=values.get(protocol.TOOLS, _to_tools),
+        kwargs=values.get(protocol.CHAT_TEMPLATE_KWARGS, _to_object),
+        add_generation_prompt=values.get(protocol.ADD_GENERATION_PROMPT, _to_bool),
+        continue_final_message=values.boolean(protocol.CONTINUE_FINAL_MESSAGE),
+    )
 
 
 def refuse_unknown_keys(messages: Sequence[Message]) -> None:
@@ -371,6 +391,17 @@ def _to_object(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     raise InvalidRequestError(name, value, "must be a JSON object")
+
+
+def _to_tools(name: str, value: Any) -> list[Any]:
+    """From a list or its text: request parameters cannot be lists."""
+    if isinstance(value, str) and len(value) > MAX_TOOLS_CHARS:  # before it takes time to read
+        allowed = f"at most {MAX_TOOLS_CHARS} characters of JSON"
+        raise InvalidRequestError(name, f"{len(value)} characters", allowed)
+    found = _from_json(value) if isinstance(value, str) else value
+    if not isinstance(found, list):
+        raise InvalidRequestError(name, value, "must be a JSON list")
+    return found
 
 
 def _to_structured_output(name: str, value: Any) -> StructuredOutput:

@@ -156,7 +156,7 @@ class TritonPythonModel:
         elif wanted.messages is not None:
             messages = engine.checks.check_conversation(wanted.messages)
             refuse_unknown_keys(messages)
-            prompt_ids = engine.checks.encode_chat(messages, kept)
+            prompt_ids = engine.checks.encode_chat(messages, wanted.chat, kept)
             users_words = last_user_words(messages)
         else:
             assert wanted.input_ids is not None

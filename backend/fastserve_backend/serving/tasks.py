@@ -33,4 +33,5 @@ def describe(engine: Engine) -> dict[str, Any]:
     return {
         "max_model_len": engine.checks.context_len,
         "chat_template": engine.tokenizer.chat_template,
+        "tool_template": engine.tokenizer.tool_template,
     }

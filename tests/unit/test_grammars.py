@@ -41,6 +41,7 @@ EOS = (2, 3)
 # Two end tokens, all bytes, some words; 270 has no text.
 WORDS = [b'{"', b'": ', b'", "', b"true", b"12", b"yes", b" no", "ö".encode(), b"", b"yes"]
 TOKENS = [b""] * 4 + [bytes([value]) for value in range(256)] + WORDS
+SPECIALS = {0: b"[CALL]"}
 CHAIN = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(1500)}
 STANDARD_FORMATS = (
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
@@ -205,7 +206,7 @@ class Asker:
     def __init__(self) -> None:
         self._others = grammars_processes()
         self.answers: queue.SimpleQueue[FromGrammars] = queue.SimpleQueue()
-        self.client = GrammarClient(lambda: Vocabulary(TOKENS, EOS), self.answers.put)
+        self.client = GrammarClient(lambda: Vocabulary(TOKENS, SPECIALS, EOS), self.answers.put)
 
     def answer(self) -> FromGrammars:
         return self.answers.get(timeout=DEADLINE_S)
@@ -254,6 +255,15 @@ class TestProcess:
         asker.client.end_job(0)
         asker.client.accept_tokens([(2, 4 + ord("c"))])
         assert asker.masks(1) == {2: set(EOS)}
+
+    def test_special_tokens_follow_a_grammar_where_they_have_text(self, asker: Asker) -> None:
+        wanted = StructuredOutput(grammar='start: "[CALL]" "a" | "x"')
+        asker.client.begin_job(0, wanted)
+        asker.client.begin_job(1, wanted, spells_specials=True)
+        spelled = {4 + ord("["), 4 + ord("x")}
+        assert asker.masks(2) == {0: spelled, 1: spelled | {0}}
+        asker.client.accept_tokens([(1, 0)])
+        assert asker.masks(1) == {1: {4 + ord("a")}}
 
     @pytest.mark.parametrize("name", HOSTILE)
     def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(
@@ -313,7 +323,7 @@ class TestProcess:
         self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         # Replaces the process, and dies when the first job comes.
-        num_bytes = 4 + len(msgspec.msgpack.encode(Vocabulary(TOKENS, EOS))) + 1
+        num_bytes = 4 + len(msgspec.msgpack.encode(Vocabulary(TOKENS, SPECIALS, EOS))) + 1
         program = tmp_path / "program"
         program.write_text(f"#!/bin/sh\nexec head -c {num_bytes} > /dev/null\n")
         program.chmod(0o700)

@@ -392,8 +392,14 @@ class Engine:
     # --- Parts --------------------------------------------------------------------------------
 
     def _vocabulary(self) -> Vocabulary:
-        tokens = [self.tokenizer.token_bytes(one) for one in range(self.model_config.vocab_size)]
-        return Vocabulary(tokens, self.model_config.eos_token_ids)
+        vocab_size = self.model_config.vocab_size
+        tokens = [self.tokenizer.token_bytes(one) for one in range(vocab_size)]
+        specials = {
+            one: text.encode()
+            for one, text in self.tokenizer.specials.items()
+            if one < vocab_size and not tokens[one]
+        }
+        return Vocabulary(tokens, specials, self.model_config.eos_token_ids)
 
     def _close_cluster(self) -> None:
         if self._cluster is not None:

@@ -27,7 +27,9 @@ _WORTH_WAITING_S = 0.002
 class MaskSource(Protocol):
     """Computes masks; ``grammars.client.GrammarClient`` describes the effects."""
 
-    def begin_job(self, number: int, wanted: StructuredOutput) -> None: ...
+    def begin_job(
+        self, number: int, wanted: StructuredOutput, *, spells_specials: bool
+    ) -> None: ...
 
     def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None: ...
 
@@ -75,7 +77,8 @@ class MaskedJobs:
             assert self._source is not None
             self._jobs[job.number] = job
             self._waiting.add(job.number)
-            self._source.begin_job(job.number, job.params.structured_output)
+            wanted, skips = job.params.structured_output, job.params.skip_special_tokens
+            self._source.begin_job(job.number, wanted, spells_specials=not skips)
 
     def on_token(self, job: Job) -> NoNextToken | None:
         """The job has a new token. If it needs another mask, ``request_masks`` follows. Returned is

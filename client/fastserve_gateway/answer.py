@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastserve_client import protocol
-from fastserve_client.options import Prompt, RequestOptions, SamplingOptions, ServiceOptions
+from fastserve_client.options import Prompt, RequestOptions, ServiceOptions
 from fastserve_client.results import Chunk, Completion
 
 from fastserve_gateway.errors import ApiError
@@ -149,7 +149,7 @@ class ChoicesAnswer(Answer):
     def field_names(self) -> Mapping[str, str]:
         return self._fields
 
-    def job_options(self) -> SamplingOptions:
+    def job_options(self) -> RequestOptions:
         """All options but the seed."""
         return self._request.options()
 

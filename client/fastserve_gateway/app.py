@@ -27,7 +27,7 @@ from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.metrics import RequestMetrics, note_tenant
-from fastserve_gateway.model_formats import DescribedFormats
+from fastserve_gateway.model_formats import DescribedFormats, FormatNames
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 from fastserve_gateway.service import service_options
 
@@ -46,6 +46,7 @@ class GatewaySettings:
     """The bytes of the bodies of all unanswered requests."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
+    formats: FormatNames = FormatNames()  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if self.max_held_bytes < self.max_body_bytes:
@@ -62,7 +63,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncFastServeClient(settings.url, model=settings.model) as client:
             app.state.client = client
-            app.state.formats = DescribedFormats(client)
+            app.state.formats = DescribedFormats(client, settings.formats)
             app.state.live_feed = LiveFeed(client)
             yield
 

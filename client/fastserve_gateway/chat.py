@@ -7,7 +7,7 @@ from typing import Any
 
 from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
 from fastserve_client import protocol
-from fastserve_client.options import Prompt, SamplingOptions
+from fastserve_client.options import Prompt, RequestOptions
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
 from fastserve_gateway.answer import ChoicesAnswer
@@ -32,11 +32,13 @@ class ChatAnswer(ChoicesAnswer):
         self._fields |= {protocol.TEXT_INPUT: "messages", protocol.LOGPROBS: "top_logprobs"}
         if request.max_completion_tokens is not None:
             self._fields[protocol.MAX_TOKENS] = "max_completion_tokens"
+        if request.tools:
+            self._fields[f"{protocol.STRUCTURED_OUTPUT}.grammar"] = "tools"
         self._parts = [ChoiceParts(formats.reader(request)) for _ in range(request.num_choices)]
         self._begun: set[int] = set()
         """Choices whose role has been sent."""
 
-    def job_options(self) -> SamplingOptions:
+    def job_options(self) -> RequestOptions:
         return self._formats.options(self._chat)
 
     def prompts(self) -> Sequence[Prompt]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
-from fastserve_client.message_text import NOT_TEXT, joined_text
 from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from fastserve_gateway.chat_message import ChatMessage, fill_content, for_template
 from fastserve_gateway.strict_fields import StrictFields
-from fastserve_gateway.tool_fields import MAX_TOOLS, FunctionTool, ToolChoice, check_tools
+from fastserve_gateway.tool_fields import (
+    MAX_TOOLS,
+    FunctionTool,
+    ToolChoice,
+    check_tools,
+    unknown_tool_fields,
+)
 
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
@@ -39,20 +44,6 @@ def _check_prompt(value: Any) -> Any:
     if _all(list, value) and all(value) and _all(int, list(chain.from_iterable(value))):
         return value
     raise ValueError("must be text, token ids, or a list of at least one of them")
-
-
-def _check_content(value: Any) -> Any:
-    if joined_text(value) is None:
-        raise ValueError(NOT_TEXT)
-    return value
-
-
-def _fill_content(message: Any) -> Any:
-    """Adds empty content to an assistant's message with tool calls, which clients send back."""
-    if not isinstance(message, dict) or message.get("content") is not None:
-        return message
-    only_calls = message.get("role") == "assistant" and message.get("tool_calls")
-    return {**message, "content": ""} if only_calls else message
 
 
 def _check_stop(value: Any) -> Any:
@@ -303,7 +294,7 @@ class _GenerationRequest(RequestBody):
         ):
             if part:
                 names += [f"{prefix}.{name}" for name in part.unknown_fields()]
-        schema = (self._wanted_output() or {}).get("json_schema")
+        schema = (self.wanted_output or {}).get("json_schema")
         parts = islice(schema_parts(schema, f"{self.schema_field}."), _MAX_SCHEMA_PARTS)
         return [*names, *(f"{path}format" for path, part in parts if has_unknown_format(part))]
 
@@ -326,7 +317,7 @@ class _GenerationRequest(RequestBody):
             allowed_token_ids=self.allowed_token_ids,
             bad_words=self.bad_words or None,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
-            structured_output=self._wanted_output(),
+            structured_output=self.wanted_output,
         )
 
     @property
@@ -337,7 +328,9 @@ class _GenerationRequest(RequestBody):
         is_bare = self.response_format is not None and self.response_format.json_schema is None
         return "response_format.schema" if is_bare else "response_format.json_schema.schema"
 
-    def _wanted_output(self) -> dict[str, Any] | None:
+    @property
+    def wanted_output(self) -> dict[str, Any] | None:
+        """The server's field ``structured_output``."""
         formatted = self.response_format and self.response_format.structured_output
         return formatted or self.structured_output
 
@@ -378,30 +371,11 @@ class CompletionRequest(_GenerationRequest):
         return RequestOptions(**self._common_options(), logprobs=self.logprobs)
 
 
-class ChatMessage(TypedDict):
-    """A dictionary, because it takes a quarter of the memory of a pydantic object."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-
-    role: str
-    content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
-    """Text, or parts of type text."""
-    tool_calls: NotRequired[list[dict[str, Any]] | None]
-    """For the chat template. Other fields of tools are refused."""
-
-
-def _for_template(message: ChatMessage) -> Message:
-    kept: dict[str, Any] = {"role": message["role"], "content": joined_text(message["content"])}
-    if message.get("tool_calls"):
-        kept["tool_calls"] = message["tool_calls"]
-    return kept
-
-
 class ChatRequest(_GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[
-        list[Annotated[ChatMessage, BeforeValidator(_fill_content)]],
+        list[Annotated[ChatMessage, BeforeValidator(fill_content)]],
         Field(min_length=1, fail_fast=True),
     ]
     max_completion_tokens: int | None = None
@@ -410,6 +384,11 @@ class ChatRequest(_GenerationRequest):
     tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template, unless ``chat_template_kwargs`` has it."""
 
     @model_validator(mode="after")
     def _check_tools(self) -> ChatRequest:
@@ -426,8 +405,12 @@ class ChatRequest(_GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """One conversation: a copy without fields that nothing here reads."""
-        return [[_for_template(one) for one in self.messages]]
+        return [self.template_messages]
+
+    @property
+    def template_messages(self) -> list[Message]:
+        """The conversation: a copy without fields that nothing here reads."""
+        return [for_template(one) for one in self.messages]
 
     def unknown_fields(self) -> list[str]:
         known = ChatMessage.__annotations__.keys()
@@ -445,7 +428,16 @@ class ChatRequest(_GenerationRequest):
             for name, value in part.items()
             if name not in ("type", "text") and value is not None
         }
-        return [*super().unknown_fields(), *sorted(nested)]
+        tools = unknown_tool_fields(self.tools or [])
+        return [*super().unknown_fields(), *sorted(nested), *tools]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside the conversation and the tools."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     def options(self) -> RequestOptions:
         """All options but the seed. Without ``max_tokens`` the answer may take what the prompt
@@ -458,4 +450,7 @@ class ChatRequest(_GenerationRequest):
         elif self.max_tokens is None:
             options["max_tokens"] = MAX_INT32
             options["clip_max_tokens"] = True
+        options["chat_template_kwargs"] = self.template_variables or None
+        options["add_generation_prompt"] = self.add_generation_prompt
+        options["continue_final_message"] = self.continue_final_message
         return options

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastserve_client.schema_formats import schema_parts
+from fastserve_client.schema_formats import has_unknown_format, schema_parts
 from pydantic import AfterValidator, Field, PlainValidator
 
 from fastserve_gateway.strict_fields import StrictFields
 
 MAX_TOOLS = 128
 """OpenAI's limit."""
+MAX_TOOLS_BYTES = 256 << 10
+"""Far above what the context of most models has room for."""
 _CHOICES = ("auto", "none", "required")
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 _MAX_SHOWN_CHARS = 40
@@ -85,8 +87,24 @@ def _check_choice(value: Any) -> Any:
 ToolChoice = Annotated[str | dict[str, Any] | None, PlainValidator(_check_choice)]
 
 
+def unknown_tool_fields(tools: list[FunctionTool]) -> list[str]:
+    """Fields that nothing reads, and formats of strict schemas that the server leaves out."""
+    names = []
+    for index, tool in enumerate(tools):
+        path = f"tools.{index}"
+        names += [f"{path}.{name}" for name in tool.unknown_fields()]
+        names += [f"{path}.function.{name}" for name in tool.function.unknown_fields()]
+        if tool.function.strict:
+            parts = schema_parts(tool.function.parameters, f"{path}.function.parameters.")
+            names += [f"{part}format" for part, schema in parts if has_unknown_format(schema)]
+    return names
+
+
 def check_tools(tools: list[FunctionTool], choice: str | dict[str, Any] | None) -> None:
     """Raises ValueError, with the field's name before a colon."""
+    num_bytes = sum(len(tool.model_dump_json()) for tool in tools)
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise ValueError(f"tools: got {num_bytes} bytes; at most {MAX_TOOLS_BYTES} are allowed")
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:

@@ -3,17 +3,11 @@ these grammars let a model write."""
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
-from answer_parts import Joined, joined
 from fastserve_backend.grammars.compiler import Compiler, accept, next_mask
-from fastserve_chat.answer_format import AnswerFormat
-from fastserve_chat.reasoning_formats import REASONING_FORMATS
 from fastserve_chat.tool import Tool
 from fastserve_chat.tool_formats import TOOL_FORMATS
 

@@ -239,6 +239,12 @@ def gateway(
             help="Seconds until an idle connection ends; proxies must end theirs sooner.",
         ),
     ] = DEFAULT_KEEP_ALIVE_S,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes calls of tools; auto: by its chat template.")
+    ] = "auto",
+    reasoning_format: Annotated[
+        str, typer.Option(help="How the model marks its reasoning; auto: by its chat template.")
+    ] = "auto",
 ) -> None:
     """OpenAI's HTTP API in front of a running server: completions, chat, models.
 
@@ -247,6 +253,7 @@ def gateway(
     from fastserve_gateway.app import GatewaySettings
     from fastserve_gateway.auth import ApiKeys
     from fastserve_gateway.command import run_gateway
+    from fastserve_gateway.model_formats import FormatNames
 
     from fastserve_backend.system.logs import log_to_stderr
 
@@ -259,6 +266,7 @@ def gateway(
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
+        formats=FormatNames(tool_format, reasoning_format),
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
 

@@ -36,6 +36,8 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     """-1 means all tokens."""
+    min_p: float | None
+    """Tokens less likely than this share of the likeliest token's probability are not chosen."""
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
@@ -45,6 +47,14 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | int | None
     """Each of these tokens ends the answer. Its text is not part of it."""
     ignore_eos: bool | None
+    skip_special_tokens: bool | None
+    """False: special tokens of the answer have their text. The default is True."""
+    allowed_token_ids: Sequence[int] | int | None
+    """Only these tokens may be chosen."""
+    bad_words: str | Sequence[str] | None
+    """Words that the answer must not contain."""
+    truncate_prompt_tokens: int | None
+    """Use only this many of the prompt's last tokens; -1: as many as leave room for the answer."""
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     """What to add to the logits of tokens, by id: from -100, which bans a token, to 100."""
     structured_output: Mapping[str, Any] | None

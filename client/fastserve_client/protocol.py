@@ -107,11 +107,14 @@ MIN_P: Final = "min_p"
 """Not a tensor, like ``LOGPROBS``. Tokens less likely than this share of the likeliest token's
 probability are not chosen."""
 ALLOWED_TOKEN_IDS: Final = "allowed_token_ids"
-"""Not a tensor, like ``LOGPROBS``. Only these tokens may be chosen: a JSON list of integers."""
+"""Not a tensor, like ``LOGPROBS``. Only these tokens may be chosen: a JSON list of integers (or
+its text), or one integer."""
 BAD_WORDS: Final = "bad_words"
-"""Not a tensor, like ``LOGPROBS``. Texts that the answer must not contain: a JSON list."""
+"""Not a tensor, like ``LOGPROBS``. Texts that the answer must not contain: a JSON list, or
+one text."""
 TRUNCATE_PROMPT_TOKENS: Final = "truncate_prompt_tokens"
-"""Not a tensor, like ``LOGPROBS``. Only this many of the prompt's last tokens are used."""
+"""Not a tensor, like ``LOGPROBS``. Only this many of the prompt's last tokens are used; -1: as
+many as there is room for."""
 SKIP_SPECIAL_TOKENS: Final = "skip_special_tokens"
 """Not a tensor, like ``LOGPROBS``. False: special tokens in the output have their text too."""
 TOOLS: Final = "tools"
@@ -243,6 +246,11 @@ PARAMETER_KEYS: Final = (
     STOP_TOKEN_IDS,
     LOGIT_BIAS,
     STRUCTURED_OUTPUT,
+    SKIP_SPECIAL_TOKENS,
+    MIN_P,
+    ALLOWED_TOKEN_IDS,
+    BAD_WORDS,
+    TRUNCATE_PROMPT_TOKENS,
     *CHAT_OPTIONS,
     ADD_SPECIAL_TOKENS,
 )

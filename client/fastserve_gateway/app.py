@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.metrics import RequestMetrics, note_tenant
+from fastserve_gateway.model_formats import DescribedFormats, FormatNames
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 from fastserve_gateway.service import service_options
 
@@ -45,6 +46,7 @@ class GatewaySettings:
     """The bytes of the bodies of all unanswered requests."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
+    formats: FormatNames = FormatNames()  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if self.max_held_bytes < self.max_body_bytes:
@@ -61,19 +63,22 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncFastServeClient(settings.url, model=settings.model) as client:
             app.state.client = client
+            app.state.formats = DescribedFormats(client, settings.formats)
             app.state.live_feed = LiveFeed(client)
             yield
 
     async def require_key(request: Request) -> Caller:
         headers = request.headers
-        return settings.keys.check(headers.get("authorization"), headers.get("host", ""))
+        return settings.keys.check(
+            headers.get("authorization"), headers.get("x-api-key"), headers.get("host", "")
+        )
 
     async def respond(
         request: Request,
         caller: Caller,
         take: Take,
         schema: type[RequestT],
-        answer_to: Callable[[RequestT], Answer],
+        answer_to: Callable[[RequestT], Awaitable[Answer]],
     ) -> Response:
         client: AsyncFastServeClient = app.state.client
         note_tenant(request, caller.tenant)  # now, because the body may be refused
@@ -82,7 +87,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)
-        answer = answer_to(body)
+        try:
+            answer = await answer_to(body)
+        except ClientError as error:  # the server does not describe its model
+            raise from_client_error(error, {}) from None
         jobs = answer.jobs(service)
         try:
             if not answer.streams:
@@ -92,7 +100,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             # Only the first event decides the status.
             events = answer.events(stream_all(client, jobs))
             first = await while_connected(request.receive, anext(events))
-            return EventStream(first, events, headers, answer.field_names())
+            return EventStream(
+                first,
+                events,
+                headers,
+                lambda error: answer.failure(from_client_error(error, answer.field_names())),
+            )
         except ClientError as error:
             raise from_client_error(error, answer.field_names()) from None
 
@@ -112,13 +125,19 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        return await respond(request, caller, take, CompletionRequest, CompletionAnswer)
+        async def answer_to(body: CompletionRequest) -> CompletionAnswer:
+            return CompletionAnswer(body)
+
+        return await respond(request, caller, take, CompletionRequest, answer_to)
 
     @app.post("/v1/chat/completions", dependencies=with_key)
     async def chat_completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        return await respond(request, caller, take, ChatRequest, ChatAnswer)
+        async def answer_to(body: ChatRequest) -> ChatAnswer:
+            return ChatAnswer(body, await app.state.formats.current())
+
+        return await respond(request, caller, take, ChatRequest, answer_to)
 
     model = {"id": settings.model, "object": "model", "created": started, "owned_by": "fastserve"}
 
@@ -158,13 +177,14 @@ async def end_answers(app: FastAPI) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return no_such_route().response()
+        return no_such_route().response(request.url.path)
     wrong_method = error.status_code == 405
     message = "the route does not take this method" if wrong_method else error.detail
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    answer = ApiError(error.status_code, message, headers=error.headers)
+    return answer.response(request.url.path)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from fastserve_gateway.errors import ApiError, from_validation, invalid, no_such_model
 from fastserve_gateway.held_bodies import Take
-from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.schemas import RequestBody
 
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
 # The header must stay short, whatever names a client gives its fields.
@@ -23,7 +23,7 @@ _MAX_NAME_CHARS = 64
 READ_TIMEOUT_S = 60.0
 """How long a body may take. A vanished client would hold its part of the memory for ever."""
 
-RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
+RequestT = TypeVar("RequestT", bound=RequestBody)
 
 
 async def read_body(
@@ -80,9 +80,7 @@ def parse_body(body: bytes | bytearray, schema: type[RequestT]) -> RequestT:
         raise ApiError(400, f"the body is no JSON: {error}") from None
 
 
-def check_fields(
-    body: CompletionRequest | ChatRequest, model: str, max_jobs: int, *, strict: bool
-) -> dict[str, str]:
+def check_fields(body: RequestBody, model: str, max_jobs: int, *, strict: bool) -> dict[str, str]:
     """Checks the model's name, the number of answers, and unknown fields.
 
     Returns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
@@ -88,26 +88,28 @@ class Tokenizer(ABC):
         """Text of `token_ids` without special tokens. Invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
-    def stream(self) -> TextDecoder:
+    def stream(self, *, skip_special_tokens: bool = True) -> TextDecoder:
         """A new incremental decoder for one job's generated tokens."""
-        return TextDecoder(self)
+        return TextDecoder(self.token_bytes if skip_special_tokens else self.spelled_bytes)
 
 
 class TextDecoder:
-    """Decodes one job's tokens as they arrive. All pieces joined equal `Tokenizer.decode` of all
-    ids.
+    """Decodes one job's tokens as they arrive. All pieces joined are the text of all bytes.
 
     It holds back at most three bytes, an unfinished character. The cost of a step does not grow
     with the job's length.
+
+    Args:
+        token_bytes: returns the bytes of a token.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
         """The text that `token_id` completes: whole characters, often the whole token."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self._decoder.decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
         """The unfinished rest, as U+FFFD. Call this once, after the last token."""

@@ -75,6 +75,8 @@ class GenerateRequest:
     params: SamplingParams
     clip_max_tokens: bool
     """``params.max_tokens`` may be lowered to what fits."""
+    truncate_prompt_tokens: int | None
+    """See ``RequestChecks.kept_tokens``."""
     service: ServiceLevel
     return_finish_reason: bool
     return_num_input_tokens: bool
@@ -122,6 +124,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         include_input=answer_only is None and not exclude_input,
         params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
+        truncate_prompt_tokens=values.get(protocol.TRUNCATE_PROMPT_TOKENS, _to_int),
         service=ServiceLevel(
             priority=values.get(protocol.PRIORITY, _to_int) or 0,
             ttft_slo_s=values.get(protocol.TTFT_SLO_MS, _to_seconds),
@@ -493,12 +496,16 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.TEMPERATURE: _to_float,
     protocol.TOP_P: _to_float,
     protocol.TOP_K: _to_int,
+    protocol.MIN_P: _to_float,
     protocol.REPETITION_PENALTY: _to_float,
     protocol.PRESENCE_PENALTY: _to_float,
     protocol.FREQUENCY_PENALTY: _to_float,
     protocol.SEED: _to_int,
     protocol.STOP_TOKEN_IDS: _to_token_ids,
     protocol.IGNORE_EOS: _to_bool,
+    protocol.SKIP_SPECIAL_TOKENS: _to_bool,
     protocol.LOGIT_BIAS: _to_logit_bias,
+    protocol.ALLOWED_TOKEN_IDS: _to_token_ids,
+    protocol.BAD_WORDS: _to_words,
     protocol.STRUCTURED_OUTPUT: _to_structured_output,
 }

@@ -148,22 +148,30 @@ class TritonPythonModel:
     ) -> None:
         engine = self._engine
         users_words = wanted.text
+        kept = engine.checks.kept_tokens(
+            wanted.truncate_prompt_tokens, wanted.params, clips=wanted.clip_max_tokens
+        )
         if wanted.text is not None:
-            prompt_ids = engine.checks.encode(wanted.text, special_tokens=wanted.add_special_tokens)
+            prompt_ids = engine.checks.encode(
+                wanted.text, kept, special_tokens=wanted.add_special_tokens
+            )
         elif wanted.messages is not None:
             messages = engine.checks.check_conversation(wanted.messages)
             refuse_unknown_keys(messages)
             prompt_ids = engine.checks.encode_chat(
-                messages, wanted.chat, special_tokens=wanted.add_special_tokens
+                messages, wanted.chat, kept, special_tokens=wanted.add_special_tokens
             )
             users_words = last_user_words(messages)
         else:
             assert wanted.input_ids is not None
-            prompt_ids = engine.checks.accept_ids(wanted.input_ids)
+            prompt_ids = engine.checks.accept_ids(wanted.input_ids, kept)
         prompt = ""
         if wanted.include_input:
             prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)
-        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, engine.tokenizer.token_bytes)
+        tokenizer = engine.tokenizer
+        skips_specials = wanted.params.skip_special_tokens
+        token_bytes = tokenizer.token_bytes if skips_specials else tokenizer.spelled_bytes
+        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, token_bytes)
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
         stream = ResponseStream(channel, emitter, encoder, interval)
         params = wanted.params

@@ -174,6 +174,10 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tenso
         # Usually all rows are of one kind. Copying them would take as long as the softmax.
         of_rows = scores if len(rows) == len(scores) else scores[index]
         probabilities = torch.softmax(of_rows / heat, dim=-1)
+        if sampling.min_p:
+            min_p = uploads.bring(np.frombuffer(sampling.min_p, dtype=np.float32)[rows, None])
+            least = min_p * probabilities.amax(dim=-1, keepdim=True)
+            probabilities.masked_fill_(probabilities < least, 0.0)
         if is_filtered:
             inverted = _invert_filtered(
                 probabilities, uniform[rows], top_k[rows], top_p[rows], uploads

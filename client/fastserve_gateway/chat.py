@@ -61,8 +61,7 @@ class ChatAnswer(ChoicesAnswer):
         delta = _delta(self._parts[index].read(chunk))
         if index not in self._begun:
             self._begun.add(index)
-            nothing = {"content": None if self._chat.tools else ""}
-            delta = {"role": _ROLE, **(delta or nothing)}
+            delta = {"role": _ROLE, "content": None if self._chat.tools else "", **delta}
         elif not delta and not chunk.logprobs and chunk.finish_reason is None:
             return None
         return self._choice(index, "delta", delta, chunk)

@@ -13,7 +13,17 @@ from fuzzed_values import GOOD, TENSORS, TRITON_FIELDS, boolean, draw_body, most
 
 GATEWAY, TRITON_HTTP = "gateway", "Triton HTTP"
 
-_OTHER_FIELDS = ("suffix", "tools", "best_of", "guided_regex", "user", "parameters", "stop_words")
+_OTHER_FIELDS = (
+    "suffix",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "best_of",
+    "guided_regex",
+    "user",
+    "parameters",
+    "stop_words",
+)
 SCHEMAS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,

@@ -270,10 +270,11 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     assert "completion_tokens=16" in printed[3]
     (in_readme,) = (text for text in examples("../README.md", "python") if "openai" in text)
     assert output(sys.executable, "-c", here(in_readme)).strip()
-    (curl,) = (text for text in examples("gateway.md", "bash") if "curl" in text)
+    curl, tokenize = (text for text in examples("gateway.md", "bash") if "curl" in text)
     printed = output("bash", "-c", here(curl)).splitlines()
     assert '"chat.completion"' in printed[0]
     assert "data: [DONE]" in printed
+    assert "Hello" in json.loads(output("bash", "-c", here(tokenize)))["token_strs"]
 
 
 def test_a_schema_beside_json_object_counts(client: OpenAI) -> None:

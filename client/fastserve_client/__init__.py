@@ -32,14 +32,23 @@ if TYPE_CHECKING:
         ServerOverloaded,
         ServerUnavailable,
     )
+    from fastserve_client.model_description import ModelDescription
     from fastserve_client.options import (
+        ChatTemplateOptions,
         Message,
         Prompt,
         RequestOptions,
         SamplingOptions,
         ServiceOptions,
     )
-    from fastserve_client.results import Chunk, Completion, PerfMetrics, PromptToken, TokenLogprob
+    from fastserve_client.results import (
+        Chunk,
+        Completion,
+        PerfMetrics,
+        PromptToken,
+        Tokenization,
+        TokenLogprob,
+    )
 
 __all__ = [
     "FastServeClient",
@@ -48,11 +57,14 @@ __all__ = [
     "AsyncTokenStream",
     "AsyncEngineWatch",
     "EngineState",
+    "ModelDescription",
+    "Tokenization",
     "Prompt",
     "Message",
     "RequestOptions",
     "SamplingOptions",
     "ServiceOptions",
+    "ChatTemplateOptions",
     "Chunk",
     "Completion",
     "TokenLogprob",
@@ -79,11 +91,13 @@ _MODULES = {
     "AsyncTokenStream": "aio_client",
     "AsyncEngineWatch": "aio_watch",
     "EngineState": "engine_state",
+    "ModelDescription": "model_description",
     "Prompt": "options",
     "Message": "options",
     "RequestOptions": "options",
     "SamplingOptions": "options",
     "ServiceOptions": "options",
+    "ChatTemplateOptions": "options",
     "DEFAULT_URL": "endpoint",
     "DEFAULT_HTTP_URL": "endpoint",
     "Endpoint": "endpoint",
@@ -91,6 +105,7 @@ _MODULES = {
     "Completion": "results",
     "TokenLogprob": "results",
     "PromptToken": "results",
+    "Tokenization": "results",
     "PerfMetrics": "results",
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastserve_client.aio_client import AsyncFastServeClient
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from fastserve_gateway.answer import Answer
 from fastserve_gateway.auth import ApiKeys, Caller
-from fastserve_gateway.body import RequestT, check_fields, read_body
+from fastserve_gateway.body import check_fields, ignored_fields, read_body
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.completions import CompletionAnswer
 from fastserve_gateway.disconnect import while_connected
@@ -27,8 +28,19 @@ from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.metrics import RequestMetrics, note_tenant
-from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.model_formats import DescribedFormats, FormatNames
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest, RequestBody
 from fastserve_gateway.service import service_options
+from fastserve_gateway.tokenization import (
+    DetokenizeRequest,
+    TaskBody,
+    TokenizeRequest,
+    detokenize_result,
+    tokenize_result,
+)
+
+RequestT = TypeVar("RequestT", bound=RequestBody)
+TaskT = TypeVar("TaskT", bound=TaskBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,7 @@ class GatewaySettings:
     """The bytes of the bodies of all unanswered requests."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
+    formats: FormatNames = FormatNames()  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if self.max_held_bytes < self.max_body_bytes:
@@ -61,28 +74,35 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncFastServeClient(settings.url, model=settings.model) as client:
             app.state.client = client
+            app.state.formats = DescribedFormats(client, settings.formats)
             app.state.live_feed = LiveFeed(client)
             yield
 
     async def require_key(request: Request) -> Caller:
         headers = request.headers
-        return settings.keys.check(headers.get("authorization"), headers.get("host", ""))
+        return settings.keys.check(
+            headers.get("authorization"), headers.get("x-api-key"), headers.get("host", "")
+        )
 
     async def respond(
         request: Request,
         caller: Caller,
         take: Take,
         schema: type[RequestT],
-        answer_to: Callable[[RequestT], Answer],
+        answer_to: Callable[[RequestT], Awaitable[Answer]],
     ) -> Response:
         client: AsyncFastServeClient = app.state.client
         note_tenant(request, caller.tenant)  # now, because the body may be refused
         body = await read_body(request, schema, settings.max_body_bytes, take)
-        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
+        check_fields(body, settings.model, settings.max_jobs)
+        headers = ignored_fields(body.unknown_fields(), strict=settings.strict)
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)
-        answer = answer_to(body)
+        try:
+            answer = await answer_to(body)
+        except ClientError as error:  # the server does not describe its model
+            raise from_client_error(error, {}) from None
         jobs = answer.jobs(service)
         try:
             if not answer.streams:
@@ -92,9 +112,30 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             # Only the first event decides the status.
             events = answer.events(stream_all(client, jobs))
             first = await while_connected(request.receive, anext(events))
-            return EventStream(first, events, headers, answer.field_names())
+            return EventStream(
+                first,
+                events,
+                headers,
+                lambda error: answer.failure(from_client_error(error, answer.field_names())),
+            )
         except ClientError as error:
             raise from_client_error(error, answer.field_names()) from None
+
+    async def do_task(
+        request: Request,
+        take: Take,
+        schema: type[TaskT],
+        result_of: Callable[[TaskT], Coroutine[Any, Any, Mapping[str, Any]]],
+    ) -> Response:
+        body = await read_body(request, schema, settings.max_body_bytes, take)
+        if body.model not in (None, settings.model):
+            raise no_such_model(settings.model)
+        headers = ignored_fields(body.unknown_fields(), strict=settings.strict)
+        try:
+            result = await while_connected(request.receive, result_of(body))
+        except ClientError as error:
+            raise from_client_error(error, body.field_names()) from None
+        return JSONResponse(result, headers=headers)
 
     # No pages that describe the API to a browser: they load scripts from elsewhere. No redirects:
     # behind a proxy with TLS they would lead to plain HTTP.
@@ -112,13 +153,33 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        return await respond(request, caller, take, CompletionRequest, CompletionAnswer)
+        async def answer_to(body: CompletionRequest) -> CompletionAnswer:
+            return CompletionAnswer(body)
+
+        return await respond(request, caller, take, CompletionRequest, answer_to)
 
     @app.post("/v1/chat/completions", dependencies=with_key)
     async def chat_completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        return await respond(request, caller, take, ChatRequest, ChatAnswer)
+        async def answer_to(body: ChatRequest) -> ChatAnswer:
+            return ChatAnswer(body, await app.state.formats.current())
+
+        return await respond(request, caller, take, ChatRequest, answer_to)
+
+    @app.post("/tokenize", dependencies=with_key)
+    async def tokenize(request: Request, take: Take = with_body) -> Response:
+        async def result_of(body: TokenizeRequest) -> dict[str, Any]:
+            return await tokenize_result(app.state.client, app.state.formats, body)
+
+        return await do_task(request, take, TokenizeRequest, result_of)
+
+    @app.post("/detokenize", dependencies=with_key)
+    async def detokenize(request: Request, take: Take = with_body) -> Response:
+        async def result_of(body: DetokenizeRequest) -> dict[str, Any]:
+            return await detokenize_result(app.state.client, body)
+
+        return await do_task(request, take, DetokenizeRequest, result_of)
 
     model = {"id": settings.model, "object": "model", "created": started, "owned_by": "fastserve"}
 
@@ -158,13 +219,14 @@ async def end_answers(app: FastAPI) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return no_such_route().response()
+        return no_such_route().response(request.url.path)
     wrong_method = error.status_code == 405
     message = "the route does not take this method" if wrong_method else error.detail
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    answer = ApiError(error.status_code, message, headers=error.headers)
+    return answer.response(request.url.path)

@@ -8,12 +8,12 @@ from typing import Any
 from fastserve_client import protocol
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
-from fastserve_gateway.answer import Answer, PartT
+from fastserve_gateway.answer import ChoicesAnswer, PartT
 from fastserve_gateway.prompt_answers import TextOffsets, prompt_offsets, vllm_prompt_logprobs
 from fastserve_gateway.schemas import CompletionRequest
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
@@ -71,7 +71,8 @@ class CompletionAnswer(Answer):
         """The text of the choice's prompt."""
         request = self._completion_request
         prompt = request.prompts[index // request.num_choices]
-        if isinstance(prompt, str):
+        if request.echoes_texts:
+            assert isinstance(prompt, str)
             return prompt.encode()
         return b"".join(token.utf8 for token in part.prompt_tokens)
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's JSON shape, and how the client's errors map to them."""
+"""Errors in the JSON shapes of OpenAI and Anthropic, and how the client's errors map to them."""
 
 from __future__ import annotations
 
@@ -58,14 +58,35 @@ class ApiError(Exception):
                 "code": code,
             }
         }
+        """In OpenAI's shape."""
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """In Anthropic's shape."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The answer to a request for ``path``."""
+        is_anthropic = path.startswith(MESSAGES_PATH)
+        body = self.anthropic_body if is_anthropic else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
+MESSAGES_PATH = "/v1/messages"
+"""The routes of Anthropic's API begin with it."""
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "api_error",
+}
 
 # The wording of gRPC and of HTTP.
 _TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
@@ -100,8 +121,8 @@ def no_such_route() -> ApiError:
     """Names the routes of the API. Its reader mostly has a wrong base URL, or wants another API."""
     return ApiError(
         404,
-        "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
-        "GET /v1/models",
+        "no such route; there are POST /v1/chat/completions, POST /v1/completions, "
+        "POST /v1/responses, POST /v1/messages and GET /v1/models",
     )
 
 
@@ -118,7 +139,11 @@ def from_validation(error: ValidationError) -> ApiError:
         return invalid(param, message)
     # A mistake of several fields: the schema's own message begins with one of them.
     name, separator, reason = message.partition(": ")
-    return invalid(name, reason) if separator and name.isidentifier() else ApiError(400, message)
+    return invalid(name, reason) if separator and _is_path(name) else ApiError(400, message)
+
+
+def _is_path(name: str) -> bool:
+    return all(part.isidentifier() or part.isdecimal() for part in name.split("."))
 
 
 def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError:

@@ -8,7 +8,8 @@ from pathlib import Path
 from fastapi import APIRouter, Depends
 from starlette.responses import FileResponse, Response
 
-from fastserve_gateway.errors import no_such_route
+from fastserve_gateway.answer import event
+from fastserve_gateway.errors import from_client_error, no_such_route
 from fastserve_gateway.event_stream import EventStream
 from fastserve_gateway.live_feed import LiveFeed
 
@@ -48,7 +49,9 @@ def live_routes(
     async def events() -> Response:
         stream = feed().events()
         first = await anext(stream)  # comes at once, or raises an error with its status
-        return EventStream(first, stream, {}, {})
+        return EventStream(
+            first, stream, {}, lambda error: event(from_client_error(error, {}).body)
+        )
 
     @router.get("/live/{name}")
     async def file(name: str) -> Response:

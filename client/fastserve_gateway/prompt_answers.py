@@ -69,4 +69,4 @@ def _length_at(text: bytes, place: int, token: PromptToken) -> int:
     for written in (token.utf8, without_space, (token.special or "").encode()):
         if written and text.startswith(written, place):
             return len(written)
-    return len(without_space)
+    return 0 if token.special else len(without_space)

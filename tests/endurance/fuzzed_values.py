@@ -109,6 +109,10 @@ _FORMATS = _one_of(
     ),
     *({"type": "json_schema", "json_schema": {"name": "a"}}, {"type": "json_object", "schema": {}}),
 )
+_TOOLS = (
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
+    *({"type": "function"}, {}, "add"),
+)
 
 
 def _message(rng: Random) -> dict[str, Any]:
@@ -116,7 +120,9 @@ def _message(rng: Random) -> dict[str, Any]:
     parts = [{"type": rng.choice(("text", "text", "image_url")), "text": text(rng)}]
     message["content"] = text(rng) if rng.random() < 0.7 else parts
     if rng.random() < 0.2:
-        message[rng.choice(("name", "tool_calls", "content", "refusal"))] = junk(rng)
+        message[rng.choice(("name", "tool_calls", "tool_call_id", "content", "refusal"))] = junk(
+            rng
+        )
     return message
 
 
@@ -142,7 +148,9 @@ def _sampling_parameters(rng: Random) -> str:
 
 
 _FLAGS = (spec.name for spec in protocol.INPUTS if spec.datatype == "BOOL")
-GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boolean) | {
+GOOD: dict[str, Draw] = dict.fromkeys(
+    (*_FLAGS, protocol.CLIP_MAX_TOKENS, protocol.ADD_SPECIAL_TOKENS), boolean
+) | {
     "model": _one_of(protocol.MODEL_NAME),
     "prompt": either(_PROMPT, _PROMPT, _TOKEN_IDS, _some(_PROMPT), _some(_TOKEN_IDS)),
     "n": whole_number(1, 3),
@@ -150,12 +158,15 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
     "max_completion_tokens": _FEW,
     "response_format": _FORMATS,
     "top_logprobs": whole_number(0, 3),
+    "tokens": _TOKEN_IDS,
+    protocol.RETURN_TOKEN_STRS: boolean,
     "echo": boolean,
     "parameters": _parameters,
     protocol.TEXT_INPUT: _PROMPT,
     protocol.INPUT_IDS: _TOKEN_IDS,
     protocol.MESSAGES: _some(_message, 1),
     protocol.WATCH_INTERVAL_MS: whole_number(40, 10_010),
+    protocol.TASK: _one_of(*protocol.TASKS, "sing"),
     protocol.MAX_TOKENS: _FEW,
     protocol.MIN_TOKENS: whole_number(0, 4),
     protocol.TEMPERATURE: _between(0.0, 2.0),
@@ -169,9 +180,17 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
     protocol.STOP: either(text, _some(text)),
     protocol.STOP_TOKEN_IDS: either(_TOKEN_ID, _TOKEN_IDS),
     protocol.LOGIT_BIAS: _biases,
+    protocol.MIN_P: _between(0.0, 1.0),
+    protocol.ALLOWED_TOKEN_IDS: _TOKEN_IDS,
+    protocol.BAD_WORDS: _some(text),
+    protocol.TRUNCATE_PROMPT_TOKENS: either(_one_of(-1), whole_number(1, 300)),
+    protocol.SKIP_SPECIAL_TOKENS: boolean,
     protocol.LOGPROBS: either(boolean, whole_number(0, 5)),
     protocol.PROMPT_LOGPROBS: whole_number(0, 5),
     protocol.STRUCTURED_OUTPUT: _FORMS,
+    protocol.TOOLS: _some(_one_of(*_TOOLS)),
+    protocol.CHAT_TEMPLATE_KWARGS: _one_of({}, {"enable_thinking": False}, {"messages": []}),
+    **dict.fromkeys((protocol.ADD_GENERATION_PROMPT, protocol.CONTINUE_FINAL_MESSAGE), boolean),
     protocol.PRIORITY: whole_number(-3, 3),
     **dict.fromkeys((protocol.TTFT_SLO_MS, protocol.TPOT_SLO_MS), _between(1e-3, 1e9)),
     protocol.TENANT: _one_of("", "acme", "é" * 128),
@@ -182,6 +201,8 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
 TENSORS: dict[str, Draw] = {
     protocol.MESSAGES: lambda rng: json.dumps(GOOD[protocol.MESSAGES](rng)),
     **dict.fromkeys((protocol.LOGIT_BIAS, protocol.STRUCTURED_OUTPUT), text),
+    protocol.TOOLS: lambda rng: json.dumps(GOOD[protocol.TOOLS](rng)),
+    protocol.CHAT_TEMPLATE_KWARGS: lambda rng: json.dumps(GOOD[protocol.CHAT_TEMPLATE_KWARGS](rng)),
 }
 """Fields whose valid values differ between Triton and the gateway."""
 

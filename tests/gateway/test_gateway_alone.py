@@ -95,7 +95,7 @@ def test_with_keys_any_name_will_do(guarded: TestClient) -> None:
 def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-key\n", encoding="utf-8-sig")
-    ApiKeys(read_key_file(file)).check("Bearer sk-key", "llm.example.com")
+    ApiKeys(read_key_file(file)).check("Bearer sk-key", None, "llm.example.com")
 
 
 def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
@@ -103,8 +103,8 @@ def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
     answer = guarded.post("/v1/completions/", follow_redirects=False)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == (
-        "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
-        "GET /v1/models"
+        "no such route; there are POST /v1/chat/completions, POST /v1/completions, "
+        "POST /v1/responses, POST /v1/messages and GET /v1/models"
     )
 
 

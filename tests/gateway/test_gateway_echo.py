@@ -210,6 +210,7 @@ BEGIN = PromptToken(1, "", special="<s>")
          [0, 2, 3, 6]),
         ("é!", [PromptToken(8, "\ufffd", b"\xc3"), PromptToken(9, "\ufffd", b"\xa9"),
                 PromptToken(10, "!")], [0, 0, 1]),
+        ("Hi", [PromptToken(1, "<s>", special="<s>"), PromptToken(5, "Hi")], [0, 0]),
         ("Ｈi", [PromptToken(5, "Hi")], [0]),
     ],
 )  # fmt: skip

@@ -119,8 +119,6 @@ def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dic
         ("structured_outputs", {"json": {"secret": 1}}),
         ("grammar", "secret"),
         ("json_schema", {"secret": 1}),
-        ("bad_words", ["secret"]),
-        ("allowed_token_ids", [1]),
         ("best_of", 3),
         pytest.param("best_of", 10**5000, id="long"),
         ("best_of", "2"),
@@ -209,6 +207,15 @@ def test_fields_that_ask_for_nothing_are_taken(name: str, value: Any) -> None:
         ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
         ({"stop": ["secret"] * 17}, "stop"),
         ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5] * 16385}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids"),
+        ({"bad_words": "secret"}, "bad_words"),
+        ({"bad_words": ["secret"] * 65}, "bad_words"),
+        ({"bad_words": [5]}, "bad_words"),
+        ({"min_p": "secret"}, "min_p"),
+        ({"skip_special_tokens": "secret"}, "skip_special_tokens"),
+        ({"truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
     ],
 )
 def test_forms_and_biases_that_are_none(schema: Any, fields: dict[str, Any], param: str) -> None:
@@ -263,6 +270,19 @@ def test_stop_tokens_go_to_the_server_as_they_are(given: Any) -> None:
     ):
         assert request.options()["stop_token_ids"] == given
         assert request.unknown_fields() == []
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_fields_of_vllm_go_to_the_server(schema: Any) -> None:
+    given = {
+        "min_p": 0.05,
+        "allowed_token_ids": [5, 7],
+        "bad_words": ["a", " b"],
+        "truncate_prompt_tokens": -1,
+        "skip_special_tokens": False,
+    }
+    request = schema.model_validate(MESSAGES | PROMPT | given)
+    assert request.options().items() >= given.items()
 
 
 @pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])

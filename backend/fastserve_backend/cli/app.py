@@ -44,6 +44,10 @@ _Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with it
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
+_MinP = Annotated[
+    float | None,
+    typer.Option(help="Only tokens with this share of the likeliest token's probability, 0 to 1."),
+]
 _Priority = Annotated[int | None, typer.Option(help="Lower runs first; default: 0.")]
 _TtftSlo = Annotated[
     float | None, typer.Option(help="Wanted ms to the first token; default: the server's.")
@@ -112,6 +116,7 @@ def generate(
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
+    min_p: _MinP = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop word, also a special token; can be repeated.")
@@ -134,6 +139,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         seed=seed,
         stop=stop or None,
         ignore_eos=ignore_eos or None,
@@ -155,6 +161,7 @@ def chat(
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
+    min_p: _MinP = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     priority: _Priority = None,
     ttft_slo_ms: _TtftSlo = None,
@@ -178,6 +185,7 @@ def chat(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         seed=seed,
         priority=priority,
         ttft_slo_ms=ttft_slo_ms,
@@ -231,6 +239,12 @@ def gateway(
             help="Seconds until an idle connection ends; proxies must end theirs sooner.",
         ),
     ] = DEFAULT_KEEP_ALIVE_S,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes calls of tools; auto: by its chat template.")
+    ] = "auto",
+    reasoning_format: Annotated[
+        str, typer.Option(help="How the model marks its reasoning; auto: by its chat template.")
+    ] = "auto",
 ) -> None:
     """OpenAI's HTTP API in front of a running server: completions, chat, models.
 
@@ -239,6 +253,7 @@ def gateway(
     from fastserve_gateway.app import GatewaySettings
     from fastserve_gateway.auth import ApiKeys
     from fastserve_gateway.command import run_gateway
+    from fastserve_gateway.model_formats import FormatNames
 
     from fastserve_backend.system.logs import log_to_stderr
 
@@ -251,6 +266,7 @@ def gateway(
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
+        formats=FormatNames(tool_format, reasoning_format),
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
 

@@ -70,7 +70,9 @@ class ResponseEncoder:
         self._request = request
         self._prompt = prompt
         self._wall_clock = wall_clock
-        self._tokenizer = tokenizer
+        self._specials = tokenizer.specials
+        skips_specials = request.params.skip_special_tokens
+        self._token_bytes = tokenizer.token_bytes if skips_specials else tokenizer.spelled_bytes
         self._prompt_ids = prompt_ids
         self._is_first = True
         self._cumulative_logprob = 0.0
@@ -114,7 +116,7 @@ class ResponseEncoder:
             tensors.append((protocol.PROMPT_LOGPROBS_OUTPUT, _json_list(entries)))
 
     def _prompt_token(self, token_id: int) -> dict[str, Any]:
-        special = self._tokenizer.specials.get(token_id)
+        special = self._specials.get(token_id)
         return self._text_of(token_id) | ({} if special is None else {"special": special})
 
     def _prompt_entry(self, entry: TokenLogprob | None) -> dict[str, Any] | None:
@@ -144,7 +146,7 @@ class ResponseEncoder:
         return self._text_of(token_id) | {"logprob": _finite(logprob)}
 
     def _text_of(self, token_id: int) -> dict[str, Any]:
-        spelled = self._tokenizer.token_bytes(token_id)
+        spelled = self._token_bytes(token_id)
         text = spelled.decode(errors="replace")
         described: dict[str, Any] = {"token_id": token_id, "token": text}
         if text.encode() != spelled:  # part of a character

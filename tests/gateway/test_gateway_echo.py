@@ -146,6 +146,18 @@ def test_the_text_begins_with_the_prompt(
     assert usage.prompt_tokens == whole.usage.prompt_tokens
 
 
+def test_a_prompt_that_is_cut(client: OpenAI) -> None:
+    """The text is that of the tokens which are used."""
+    answer = client.completions.create(
+        model="fastserve", prompt="Hello", echo=True, max_tokens=0, logprobs=0,
+        extra_body={"truncate_prompt_tokens": 2},
+    )  # fmt: skip
+    logprobs = answer.choices[0].logprobs
+    assert answer.choices[0].text == "lo"
+    assert logprobs is not None
+    assert (logprobs.tokens, logprobs.text_offset) == (["l", "o"], [0, 1])
+
+
 def test_prompt_logprobs_in_the_shape_of_vllm(
     gateway: RunningGateway, reference: OPTForCausalLM
 ) -> None:

@@ -43,17 +43,21 @@ from benchmarks.peers.worker_process import ROOT
 
 MAX_LENGTH = 512
 """Tokens of a window. Whole texts have several."""
-TEXT_CHARACTERS = 5000
-NUM_DOCUMENTS = 24
+TEXT_CHARACTERS = 3000
+MOST_CHARACTERS = 400
+"""Of a paragraph, which must fit a window even in a vocabulary of bytes."""
+NUM_DOCUMENTS = 16
 """Of each task but the texts, of which there are a third as many."""
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fastserve" / "peers"
 
 
 def paragraphs() -> list[str]:
-    """Paragraphs of at least two sentences, on one line each."""
+    """Paragraphs of at least two sentences that fit a window, on one line each."""
     text = "\n\n".join(pydoc_data.topics.topics.values())
     lines = (" ".join(one.split()) for one in text.split("\n\n"))
-    return [one for one in lines if re.search(r"[.] .{40,}[.]$", one)]
+    return [
+        one for one in lines if len(one) < MOST_CHARACTERS and re.search(r"[.] .{40,}[.]$", one)
+    ]
 
 
 def write_tasks(directory: Path) -> list[str]:
@@ -67,7 +71,7 @@ def write_tasks(directory: Path) -> list[str]:
     choices = [
         {
             "question": begin + ".",
-            "choices": [halves[(place + step) % len(halves)][1] for step in (0, 5, 10, 15)],
+            "choices": [halves[(place + step) % len(halves)][1] for step in (0, 3, 6, 9)],
             "label": 0,
         }
         for place, (begin, _) in enumerate(halves)

@@ -161,7 +161,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    app.include_router(live_routes(lambda: app.state.live_feed, require_key))
+    app.include_router(
+        live_routes(lambda: app.state.live_feed, lambda: app.state.formats, require_key)
+    )
     return app
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from fastserve_client.endpoint import DEFAULT_URL
@@ -167,6 +167,10 @@ def chat(
     ttft_slo_ms: _TtftSlo = None,
     tpot_slo_ms: _TpotSlo = None,
     tenant: _Tenant = None,
+    tools: Annotated[
+        Literal["demo"] | None,
+        typer.Option(help="demo: the model may call a calculator and a clock."),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Give an answer up after so many seconds.")
     ] = None,
@@ -181,6 +185,7 @@ def chat(
         url=url,
         system=system,
         timeout_s=timeout,
+        demo_tools=tools == "demo",
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -300,6 +300,24 @@ def test_stop_words_and_tokens(client: OpenAI) -> None:
     assert refused.value.param == "stop_token_ids"
 
 
+def test_fields_of_vllm(client: OpenAI) -> None:
+    def answer(**extra: Any) -> Any:
+        return ask(client, user(CAPITAL), max_tokens=12, extra_body=extra)
+
+    spelled = answer(bad_words=["Paris"]).choices[0].message.content
+    assert len(spelled) > 3
+    assert "Paris" not in spelled
+    content = answer(allowed_token_ids=[DOT]).choices[0].message.content
+    assert set(content) == {"."}
+    ends = answer(ignore_eos=True, skip_special_tokens=False).choices[0].message.content
+    assert ends.startswith(f"{PARIS}<|im_end|>")
+    assert answer(truncate_prompt_tokens=7).usage.prompt_tokens == 7
+    for name, wrong in (("bad_words", ["a" * 257]), ("truncate_prompt_tokens", 0), ("min_p", 2)):
+        with pytest.raises(openai.BadRequestError) as refused:
+            answer(**{name: wrong})
+        assert refused.value.param == name
+
+
 def test_a_body_with_a_byte_order_mark(gateway: RunningGateway) -> None:
     body = json.dumps({"messages": [user(CAPITAL)], **GREEDY}).encode("utf-8-sig")
     headers = {"Content-Type": "application/json"}

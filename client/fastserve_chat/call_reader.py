@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import string
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastserve_chat.brackets import BracketScanner
+from fastserve_chat.call_ids import new_call_id
 from fastserve_chat.call_syntax import (
     CallFrame,
     CallSyntax,
@@ -27,8 +26,6 @@ from fastserve_chat.written_calls import (
 )
 
 _XML_END = "</function>"
-_ID_CHARS = string.ascii_letters + string.digits
-_ID_LENGTH = 24
 
 
 class CallNumbers:
@@ -44,12 +41,8 @@ class CallNumbers:
 
     def start(self, name: str) -> CallStart:
         """The next call."""
-        length = self._id_length or _ID_LENGTH
-        identity = "".join(random.choices(_ID_CHARS, k=length))
-        if self._id_length is None:
-            identity = f"call_{identity}"
         self.num_calls += 1
-        return CallStart(self.num_calls - 1, identity, name)
+        return CallStart(self.num_calls - 1, new_call_id(self._id_length), name)
 
     def whole(self, call: WrittenCall) -> list[AnswerPart]:
         """The parts of a call that is complete."""

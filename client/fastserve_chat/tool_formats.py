@@ -141,7 +141,7 @@ TOOL_FORMATS = {
         ),
     ),
     "pythonic": ToolFormat(
-        template_marks=("<|python_start|>", "[func_name1("),
+        template_marks=("[func_name1(",),
         syntax=CallSyntax(
             (
                 (SPACE, VALUE, "[", SPACE, NAME, SPACE, "("),
@@ -162,9 +162,14 @@ TOOL_FORMATS = {
         ),
     ),
     "llama3_json": ToolFormat(
-        template_marks=('"parameters": ',),
+        template_marks=("<|python_tag|>", 'function name, "parameters":', '", "parameters": '),
         syntax=CallSyntax(
-            ((SPACE, VALUE, "{"), ("<|python_tag|>", SPACE, VALUE, "{")), closers=(";",)
+            (
+                (SPACE, VALUE, "{"),
+                ("<|python_tag|>", SPACE, VALUE, "{"),
+                ("<|python_start|>", SPACE, VALUE, "{"),
+            ),
+            closers=(";", "<|python_end|>"),
         ),
         frame=CallFrame(
             mark="",

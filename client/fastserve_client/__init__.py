@@ -41,7 +41,13 @@ if TYPE_CHECKING:
         SamplingOptions,
         ServiceOptions,
     )
-    from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
+    from fastserve_client.results import (
+        Chunk,
+        Completion,
+        PerfMetrics,
+        Tokenization,
+        TokenLogprob,
+    )
 
 __all__ = [
     "FastServeClient",
@@ -51,6 +57,7 @@ __all__ = [
     "AsyncEngineWatch",
     "EngineState",
     "ModelDescription",
+    "Tokenization",
     "Prompt",
     "Message",
     "RequestOptions",
@@ -95,6 +102,7 @@ _MODULES = {
     "Chunk": "results",
     "Completion": "results",
     "TokenLogprob": "results",
+    "Tokenization": "results",
     "PerfMetrics": "results",
 }
 

@@ -28,6 +28,9 @@ class SamplingOptions(TypedDict, total=False):
     clip_max_tokens: bool | None
     """Lower ``max_tokens`` to what the prompt leaves room for, instead of refusing the request."""
     min_tokens: int | None
+    add_special_tokens: bool | None
+    """Whether the tokens that the model expects around a prompt are added: by default to a text,
+    and not to a conversation, whose template writes them."""
     temperature: float | None
     """0 means greedy."""
     top_p: float | None

@@ -44,7 +44,11 @@ TASK: Final = "task"
 """Takes the place of generation: one of ``TASKS``. The only response has ``TASK_RESULT``."""
 DESCRIBE: Final = "describe"
 """The task that returns the fields of a ``ModelDescription``. Nothing is given beside it."""
-TASKS: Final = (DESCRIBE,)
+TOKENIZE: Final = "tokenize"
+"""The task that returns the fields of a ``Tokenization``, for ``TEXT_INPUT`` or ``MESSAGES``."""
+DETOKENIZE: Final = "detokenize"
+"""The task that returns the ``text`` of ``INPUT_IDS``."""
+TASKS: Final = (DESCRIBE, TOKENIZE, DETOKENIZE)
 STREAM: Final = "stream"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
 """A JSON object with any of ``PARAMETER_KEYS``; a tensor of the same name beats it."""
@@ -128,6 +132,12 @@ CHAT_OPTIONS: Final = (
     CONTINUE_FINAL_MESSAGE,
 )
 """Only with ``MESSAGES``."""
+ADD_SPECIAL_TOKENS: Final = "add_special_tokens"
+"""Not a tensor, like ``LOGPROBS``. Whether the tokenizer adds the tokens that the model expects
+around a prompt. The default is true for ``TEXT_INPUT`` and false for ``MESSAGES``, whose template
+writes them."""
+RETURN_TOKEN_STRS: Final = "return_token_strs"
+"""Not a tensor, and only with the task ``TOKENIZE``: return the text of each token, too."""
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 """Not a tensor, like ``LOGPROBS``. How many of the most likely tokens the output
 ``PROMPT_LOGPROBS_OUTPUT`` lists for each token of the prompt (with ``RETURN_PROMPT_LOGPROBS``)."""
@@ -242,6 +252,7 @@ PARAMETER_KEYS: Final = (
     BAD_WORDS,
     TRUNCATE_PROMPT_TOKENS,
     *CHAT_OPTIONS,
+    ADD_SPECIAL_TOKENS,
 )
 """Names that may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats
 ``SAMPLING_PARAMETERS``, and that beats a request parameter. Numbers and booleans may be strings.

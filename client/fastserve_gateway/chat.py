@@ -32,8 +32,9 @@ class ChatAnswer(ChoicesAnswer):
         self._fields |= {protocol.TEXT_INPUT: "messages", protocol.LOGPROBS: "top_logprobs"}
         if request.max_completion_tokens is not None:
             self._fields[protocol.MAX_TOKENS] = "max_completion_tokens"
-        if request.tools:
-            self._fields[f"{protocol.STRUCTURED_OUTPUT}.grammar"] = "tools"
+        if request.structured_output is None:
+            field = "tools" if request.tools else request.schema_field
+            self._fields[f"{protocol.STRUCTURED_OUTPUT}.grammar"] = field
         self._parts = [ChoiceParts(formats.reader(request)) for _ in range(request.num_choices)]
         self._begun: set[int] = set()
         """Choices whose role has been sent."""

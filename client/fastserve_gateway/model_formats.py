@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastserve_chat.answer_format import AnswerFormat
+from fastserve_chat.call_ids import with_short_ids
 from fastserve_chat.hermes_prompt import in_hermes_form, knows_tools
 from fastserve_chat.parts import PartReader
 from fastserve_chat.reasoning_formats import (
@@ -32,6 +33,8 @@ from fastserve_gateway.schemas import ChatRequest
 AUTO, NONE = "auto", "none"
 _KEPT_S = 60.0
 """How long a description counts: the server may start anew, with another model."""
+_ONE_CALL = "single tool-calls"
+"""Templates of Llama 3 refuse a history with more, and say so."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -82,7 +85,9 @@ class ModelFormats:
     def prompts(self, request: ChatRequest) -> Sequence[Prompt]:
         """One conversation for the model's chat template."""
         if knows_tools(self.template):
-            return request.prompts
+            length = self.tools.id_length if self.tools else None
+            messages = request.template_messages
+            return [with_short_ids(messages, length) if length else messages]
         tools = _definitions(request) if _callable_tools(request) else []
         return [in_hermes_form(request.template_messages, tools)]
 
@@ -119,7 +124,7 @@ class ModelFormats:
         if isinstance(choice, dict):
             tools = tuple(one for one in tools if one.name == choice["function"]["name"])
         marks = None if is_text else self.reasoning
-        return AnswerFormat(
+        form = AnswerFormat(
             tool_format=self.tools or TOOL_FORMATS[DEFAULT_TOOL_FORMAT],
             tools=tools,
             needs_call=choice == "required" or isinstance(choice, dict),
@@ -132,6 +137,9 @@ class ModelFormats:
             and not request.continue_final_message
             and marks.is_opened(self.template, request.template_variables),
         )
+        if form.enforces_calls and _ONE_CALL in self.template:
+            return replace(form, allows_several=False)
+        return form
 
 
 def _callable_tools(request: ChatRequest) -> tuple[Tool, ...]:

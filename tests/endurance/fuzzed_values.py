@@ -148,7 +148,9 @@ def _sampling_parameters(rng: Random) -> str:
 
 
 _FLAGS = (spec.name for spec in protocol.INPUTS if spec.datatype == "BOOL")
-GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boolean) | {
+GOOD: dict[str, Draw] = dict.fromkeys(
+    (*_FLAGS, protocol.CLIP_MAX_TOKENS, protocol.ADD_SPECIAL_TOKENS), boolean
+) | {
     "model": _one_of(protocol.MODEL_NAME),
     "prompt": either(_PROMPT, _PROMPT, _TOKEN_IDS, _some(_PROMPT), _some(_TOKEN_IDS)),
     "n": whole_number(1, 3),

@@ -61,11 +61,14 @@ class RequestChecks:
             return most if clips else max(1, self.context_len - params.max_tokens)
         return None if truncate > most else truncate  # a longer prompt is refused as it is
 
-    def encode(self, text: str, kept: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, kept: int | None = None, *, special_tokens: bool = True
+    ) -> list[int]:
         """Token ids of a prompt.
 
         Args:
             kept: how many of the last ones; None: all.
+            special_tokens: add the tokens that the model expects around a prompt.
 
         Raises:
             InvalidRequestError: the text has no token.
@@ -73,7 +76,7 @@ class RequestChecks:
                 the time to tokenize it.
         """
         try:
-            ids = self._tokenize("text_input", text, kept, special_tokens=True)
+            ids = self._tokenize("text_input", text, kept, special_tokens=special_tokens)
         except TokenizationError as error:
             raise InvalidRequestError("text_input", text, str(error)) from None
         if not ids:
@@ -97,11 +100,14 @@ class RequestChecks:
         messages: Sequence[Message],
         options: ChatOptions = DEFAULT_CHAT,
         kept: int | None = None,
+        *,
+        special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template.
 
         Args:
             kept: how many of the last ones; None: all.
+            special_tokens: as for ``encode``. Templates mostly write these tokens themselves.
 
         Raises:
             InvalidRequestError: a message is not valid, the model has no template, the template
@@ -120,7 +126,7 @@ class RequestChecks:
             text = self._tokenizer.render_chat(messages, options)
             if kept is None:
                 self._check_length("messages", len(text))
-            return self._tokenize("messages", text, kept, special_tokens=False)
+            return self._tokenize("messages", text, kept, special_tokens=special_tokens)
         except TokenizationError as error:
             raise InvalidRequestError("messages", given, str(error)) from None
 

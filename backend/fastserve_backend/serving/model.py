@@ -42,7 +42,7 @@ from fastserve_backend.serving.streaming import (
     ResponseStream,
     unexpected_error,
 )
-from fastserve_backend.serving.tasks import TaskStream, describe
+from fastserve_backend.serving.tasks import TaskStream, perform
 from fastserve_backend.serving.watching import WatchStream
 from fastserve_backend.system.clock import MonotonicClock
 from fastserve_backend.system.logs import log_to_stderr
@@ -110,7 +110,7 @@ class TritonPythonModel:
                     number = self._engine.watch(interval_s, watch.push)
                     watch.on_accepted(partial(self._engine.unwatch, number))
                 elif task is not None:
-                    emitter.wake(TaskStream(channel, emitter, describe(self._engine)))
+                    emitter.wake(TaskStream(channel, emitter, perform(task, self._engine)))
                 else:
                     wanted = decode_request(tensors, parameters)
                     self._submit(_text(request.request_id), wanted, channel, emitter)
@@ -152,11 +152,15 @@ class TritonPythonModel:
             wanted.truncate_prompt_tokens, wanted.params, clips=wanted.clip_max_tokens
         )
         if wanted.text is not None:
-            prompt_ids = engine.checks.encode(wanted.text, kept)
+            prompt_ids = engine.checks.encode(
+                wanted.text, kept, special_tokens=wanted.add_special_tokens
+            )
         elif wanted.messages is not None:
             messages = engine.checks.check_conversation(wanted.messages)
             refuse_unknown_keys(messages)
-            prompt_ids = engine.checks.encode_chat(messages, wanted.chat, kept)
+            prompt_ids = engine.checks.encode_chat(
+                messages, wanted.chat, kept, special_tokens=wanted.add_special_tokens
+            )
             users_words = last_user_words(messages)
         else:
             assert wanted.input_ids is not None

@@ -20,17 +20,19 @@ class Demo:
     """For the first request of a turn."""
     examples: Sequence[Message]
     """Messages to send before the conversation, in requests with tools."""
+    temperature: float | None
+    """For requests with tools; None: the model's own."""
 
     @classmethod
     def of_model(cls, *, knows_tools: bool) -> Demo:
         """For a model whose chat template takes tools, or for any other.
 
-        Others, such as the embedded model, have hardly seen tools. They get worked examples, and
-        choose a tool for each message.
+        Others, such as the embedded model, have hardly seen tools. They get worked examples, choose
+        a tool for each message, and are not left to chance.
         """
         if knows_tools:
-            return cls((_CALCULATOR, _CLOCK), "auto", ())
-        return cls((_CALCULATOR, _CLOCK, _NOTHING), "required", tuple(_examples()))
+            return cls((_CALCULATOR, _CLOCK), "auto", (), None)
+        return cls((_CALCULATOR, _CLOCK, _NOTHING), "required", tuple(_examples()), 0.0)
 
 
 def call_messages(call_id: str, name: str, arguments: str, result: str) -> tuple[Message, Message]:

@@ -23,7 +23,7 @@ _MOST_ROUNDS = 4
 class TurnRequest:
     messages: Sequence[Message]
     options: dict[str, Any]
-    """The server's options that calls need."""
+    """Options of the server. The user's own beat them."""
     reader: PartReader
 
 
@@ -76,6 +76,7 @@ class DemoTurn:
         if self._needs_no_tool:
             return TurnRequest(_without_calls(self._conversation), options, form.reader())
         messages = [*self._conversation, *self.messages]
+        options["temperature"] = self._demo.temperature
         if self._knows_tools:
             options["tools"] = list(self._demo.tools)
             return TurnRequest(messages, options, form.reader())

@@ -141,7 +141,8 @@ def _take_turn(
             done = []
         else:
             request = turn.next_request()
-            wanted = cast("RequestOptions", {**options, **request.options})
+            own = {name: value for name, value in options.items() if value is not None}
+            wanted = cast("RequestOptions", {**request.options, **own})
             answer = _answer(client, request.messages, timeout_s, wanted, request.reader)
             done = turn.on_answer(answer.parts)
         for call in done:

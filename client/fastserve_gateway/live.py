@@ -74,6 +74,7 @@ def live_routes(
                 "tools": demo.tools,
                 "tool_choice": demo.tool_choice,
                 "examples": demo.examples,
+                "temperature": demo.temperature,
                 "no_tool": NO_TOOL,
             }
         )

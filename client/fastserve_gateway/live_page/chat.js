@@ -91,7 +91,8 @@ export class Chat {
   async *answerWithTools(messages, turn, signal) {
     const demo = await (await request("/live/tools", { signal })).json();
     const before = [...demo.examples, ...messages];
-    let body = { messages: before, tools: demo.tools, tool_choice: demo.tool_choice };
+    const { tools, tool_choice, temperature } = demo;
+    let body = { messages: before, tools, tool_choice, temperature };
     for (let round = 1; ; round += 1) {
       const calls = [];
       for await (const piece of this.answer(body, signal)) {
@@ -109,7 +110,7 @@ export class Chat {
       if (calls.some((call) => call.function.name === demo.no_tool)) {
         body = { messages: messages.filter((one) => one.role !== "tool" && !one.tool_calls) };
       } else {
-        const mayCall = demo.tool_choice === "auto" && round < MOST_ROUNDS;
+        const mayCall = tool_choice === "auto" && round < MOST_ROUNDS;
         body = { ...body, messages: [...before, ...turn], tool_choice: mayCall ? "auto" : "none" };
       }
     }

@@ -174,7 +174,8 @@ class DescribedFormats:
     async def current(self) -> ModelFormats:
         """Raises ClientError: the server does not answer."""
         if self._formats is None or time.monotonic() - self._asked_s > _KEPT_S:
-            description = await self.client.describe()
-            self._formats = ModelFormats.of(description.chat_template or "", self.names)
+            model = await self.client.describe()
+            template = model.tool_template or model.chat_template or ""
+            self._formats = ModelFormats.of(template, self.names)
             self._asked_s = time.monotonic()
         return self._formats

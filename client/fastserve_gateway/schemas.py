@@ -98,6 +98,7 @@ _OTHER_FORM = (
     "must be left out; response_format or structured_output says what an answer looks like"
 )
 _UNSUPPORTED = {
+    "tools": "must be empty or left out",  # of completions
     "functions": "must be empty or left out; tools takes its place",
     "function_call": "must be empty or left out; tool_choice takes its place",
     "suffix": "must be empty or left out",

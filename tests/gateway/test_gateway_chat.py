@@ -143,7 +143,6 @@ def test_logprobs(client: OpenAI) -> None:
         ({"max_completion_tokens": 500}, "max_completion_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],

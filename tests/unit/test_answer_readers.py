@@ -119,6 +119,7 @@ def test_calls_in_xml() -> None:
         '<tool_call>\n{"name": "f"}\n</tool_call>',
         "<tool_call>" + "[" * 5000 + "]" * 5000,
         "a <tool_ca",
+        "<tool_call>" + " " * 1000,
         " \n ",
     ],
 )

@@ -116,8 +116,8 @@ class ModelFormats:
         tools = _callable_tools(request)
         if tools and self.tools is None:
             raise invalid("tools", "must be left out; this gateway reads no calls")
-        wanted = request.wanted_output or {}
-        is_text = bool(wanted) and not wanted.keys() <= {"json_schema", "json_object"}
+        schema = _wanted_schema(request)
+        is_text = schema is None and request.wanted_output is not None
         if tools and is_text:
             raise invalid("structured_output", "with tools it must be a JSON schema")
         choice = request.tool_choice
@@ -130,7 +130,7 @@ class ModelFormats:
             needs_call=choice == "required" or isinstance(choice, dict),
             allows_several=request.parallel_tool_calls is not False
             and not isinstance(choice, dict),
-            schema=None if is_text or not wanted else wanted.get("json_schema", {"type": "object"}),
+            schema=schema,
             reasoning=marks,
             is_opened=marks is not None
             and request.add_generation_prompt is not False
@@ -155,6 +155,16 @@ def _callable_tools(request: ChatRequest) -> tuple[Tool, ...]:
         )
         for one in functions
     )
+
+
+def _wanted_schema(request: ChatRequest) -> dict[str, Any] | None:
+    """The schema of the content; None: it has none, or another form, or one that is not valid."""
+    match request.wanted_output:
+        case {"json_schema": dict(schema), **others} if not others:
+            return schema
+        case {"json_object": True, **others} if not others:
+            return {"type": "object"}
+    return None
 
 
 def _definitions(request: ChatRequest) -> list[dict[str, Any]]:

@@ -11,17 +11,7 @@ from fuzzed_values import GOOD, TENSORS, TRITON_FIELDS, boolean, draw_body, most
 
 GATEWAY, TRITON_HTTP = "gateway", "Triton HTTP"
 
-_OTHER_FIELDS = (
-    "suffix",
-    "tools",
-    "tool_choice",
-    "reasoning_effort",
-    "best_of",
-    "guided_regex",
-    "user",
-    "parameters",
-    "stop_words",
-)
+_OTHER_FIELDS = ("suffix", "tools", "best_of", "guided_regex", "user", "parameters", "stop_words")
 SCHEMAS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 REQUIRED = {"/v1/completions": ("model", "prompt"), "/v1/chat/completions": ("model", "messages")}
 _MODEL = f"/v2/models/{protocol.MODEL_NAME}"

@@ -186,6 +186,11 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     protocol.LOGPROBS: either(boolean, whole_number(0, 5)),
     protocol.STRUCTURED_OUTPUT: _FORMS,
     protocol.TOOLS: _some(_one_of(*_TOOLS)),
+    "tool_choice": _one_of(
+        "auto", "none", "required", {"type": "function", "function": {"name": "f"}}
+    ),
+    "parallel_tool_calls": boolean,
+    "reasoning_effort": _one_of("low", "high"),
     protocol.CHAT_TEMPLATE_KWARGS: _one_of({}, {"enable_thinking": False}, {"messages": []}),
     **dict.fromkeys((protocol.ADD_GENERATION_PROMPT, protocol.CONTINUE_FINAL_MESSAGE), boolean),
     protocol.PRIORITY: whole_number(-3, 3),

@@ -86,6 +86,7 @@ TOOL_FORMATS = {
             between="\n",
             end="<｜tool▁calls▁end｜>",
         ),
+        has_special_marks=True,
     ),
     "qwen3_coder": ToolFormat(
         template_marks=("<function=",),

@@ -12,7 +12,7 @@ from fastserve_client.schema_formats import has_unknown_format, schema_parts
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from fastserve_gateway.chat_message import ChatMessage, fill_content, for_template
-from fastserve_gateway.strict_fields import StrictFields
+from fastserve_gateway.strict_fields import Body, StrictFields
 from fastserve_gateway.tool_fields import (
     MAX_TOOLS,
     FunctionTool,
@@ -181,7 +181,7 @@ class ResponseFormat(StrictFields):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class RequestBody(StrictFields):
+class RequestBody(Body):
     """Fields of each request for tokens: for whom it is, and how urgent."""
 
     model: str
@@ -200,11 +200,6 @@ class RequestBody(StrictFields):
                 f"{TIER_PRIORITIES[self.service_tier]}, and another priority; give one of them"
             )
         return self
-
-    @property
-    def num_choices(self) -> int:
-        """Answers to each prompt."""
-        return 1
 
     @property
     def num_prompts(self) -> int:
@@ -246,6 +241,7 @@ class _GenerationRequest(RequestBody):
     stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
     stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
     ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
     allowed_token_ids: Annotated[list[int] | None, PlainValidator(_check_allowed)] = None
@@ -313,6 +309,7 @@ class _GenerationRequest(RequestBody):
             stop=None if self.stop == [] else self.stop,
             stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            add_special_tokens=self.add_special_tokens,
             skip_special_tokens=self.skip_special_tokens,
             logit_bias=self.logit_bias or None,
             allowed_token_ids=self.allowed_token_ids,

@@ -158,6 +158,8 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     "max_completion_tokens": _FEW,
     "response_format": _FORMATS,
     "top_logprobs": whole_number(0, 3),
+    "tokens": _TOKEN_IDS,
+    protocol.RETURN_TOKEN_STRS: boolean,
     "echo": _one_of(False),
     "parameters": _parameters,
     protocol.TEXT_INPUT: _PROMPT,

@@ -47,6 +47,14 @@ class ReasoningFormat:
         return True
 
 
+def is_switched_off(template: str, variables: Mapping[str, Any]) -> bool:
+    """Whether a request switches reasoning off, in a way that the chat template knows."""
+    return any(
+        variables.get(switch) is False and re.search(rf"\b{switch}\b", template) is not None
+        for switch in _SWITCHES
+    )
+
+
 # The order counts: a template is of the first format that fits it.
 REASONING_FORMATS = {
     "harmony": ReasoningFormat(

@@ -14,6 +14,7 @@ from fastserve_chat.parts import PartReader
 from fastserve_chat.reasoning_formats import (
     REASONING_FORMATS,
     ReasoningFormat,
+    is_switched_off,
     reasoning_format_of,
 )
 from fastserve_chat.tool import Tool
@@ -123,7 +124,9 @@ class ModelFormats:
         choice = request.tool_choice
         if isinstance(choice, dict):
             tools = tuple(one for one in tools if one.name == choice["function"]["name"])
-        marks = None if is_text else self.reasoning
+        variables = request.template_variables
+        is_off = is_text or is_switched_off(self.template, variables)
+        marks = None if is_off else self.reasoning
         form = AnswerFormat(
             tool_format=self.tools or TOOL_FORMATS[DEFAULT_TOOL_FORMAT],
             tools=tools,
@@ -135,7 +138,7 @@ class ModelFormats:
             is_opened=marks is not None
             and request.add_generation_prompt is not False
             and not request.continue_final_message
-            and marks.is_opened(self.template, request.template_variables),
+            and marks.is_opened(self.template, variables),
         )
         if form.enforces_calls and _ONE_CALL in self.template:
             return replace(form, allows_several=False)

@@ -105,5 +105,17 @@ def test_what_an_operator_chooses_counts() -> None:
         formats(HERMES, tools="none").options(request(tools=TOOLS))
     assert formats(HERMES, reasoning="think").splits_reasoning(request())
     assert not formats("<think>", reasoning="none").splits_reasoning(request())
+
+
+@pytest.mark.parametrize(
+    ("template", "splits"), [("<think>{{ enable_thinking }}", False), ("<think>", True)]
+)
+def test_reasoning_that_the_template_can_switch_off(template: str, splits: bool) -> None:
+    quiet = request(chat_template_kwargs={"enable_thinking": False})
+    assert formats(template).splits_reasoning(quiet) == splits
+    assert formats(template).splits_reasoning(request())
+
+
+def test_an_unknown_name_of_a_format_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="tool_format: got 'x'; must be one of auto, none, "):
         FormatNames(tools="x")

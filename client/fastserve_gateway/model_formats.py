@@ -78,7 +78,8 @@ class ModelFormats:
     def of(cls, template: str, names: FormatNames) -> ModelFormats:
         tools, reasoning = TOOL_FORMATS.get(names.tools), REASONING_FORMATS.get(names.reasoning)
         if names.tools == AUTO:
-            tools = tool_format_of(template)
+            told = TOOL_FORMATS[DEFAULT_TOOL_FORMAT]  # in the words of ``in_hermes_form``
+            tools = tool_format_of(template) if knows_tools(template) else told
         if names.reasoning == AUTO:
             reasoning = reasoning_format_of(template)
         return cls(template, tools, reasoning)
@@ -125,7 +126,7 @@ class ModelFormats:
         if isinstance(choice, dict):
             tools = tuple(one for one in tools if one.name == choice["function"]["name"])
         variables = request.template_variables
-        is_off = is_text or is_switched_off(self.template, variables)
+        is_off = is_text or is_switched_off(self.template, variables, request.told_texts)
         marks = None if is_off else self.reasoning
         form = AnswerFormat(
             tool_format=self.tools or TOOL_FORMATS[DEFAULT_TOOL_FORMAT],

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
+from fastserve_client.message_text import joined_text
 from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
@@ -428,6 +429,11 @@ class ChatRequest(_GenerationRequest):
         }
         tools = unknown_tool_fields(self.tools or [])
         return [*super().unknown_fields(), *sorted(nested), *tools]
+
+    def told_texts(self) -> list[str]:
+        """What the model is told, in order."""
+        told = (one for one in self.messages if one["role"] in ("system", "user"))
+        return [joined_text(one["content"]) or "" for one in told]
 
     @property
     def template_variables(self) -> dict[str, Any]:

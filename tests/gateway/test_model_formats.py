@@ -114,6 +114,16 @@ def test_reasoning_that_the_template_can_switch_off(template: str, splits: bool)
     quiet = request(chat_template_kwargs={"enable_thinking": False})
     assert formats(template).splits_reasoning(quiet) == splits
     assert formats(template).splits_reasoning(request())
+    told = formats(template + "{{ '/no_think' in message.content }}")
+    for texts, is_split in ((["/no_think"], False), (["/no_think Hi", "Hi /think"], True)):
+        messages = [{"role": "user", "content": text} for text in texts]
+        assert told.splits_reasoning(request(messages=messages)) == is_split
+
+
+def test_a_model_that_is_told_how_to_call_is_read_so() -> None:
+    template = NO_TOOLS + "<｜tool▁call▁begin｜>"
+    asked = request(tools=TOOLS, tool_choice="required")
+    assert "<tool_call>" in str(formats(template).options(asked)["structured_output"])
 
 
 def test_an_unknown_name_of_a_format_is_refused() -> None:

@@ -258,10 +258,12 @@ _DEEPSEEK = """{% if not thinking is defined %}{% set thinking = false %}{% endi
         (_QWEN_3, {}, False),
         (_QWEN_3, {"enable_thinking": False}, False),
         (_OPENED, {}, True),
+        ("{% if add_generation_prompt %}\n<|assistant|><think>\n{% endif %}", {}, True),
         (_SWITCHED, {}, True),
         (_SWITCHED, {"enable_thinking": False}, False),
         (_DEEPSEEK, {}, False),
         (_DEEPSEEK, {"thinking": True}, True),
+        (_DEEPSEEK + "{{ enable_thinking }}", {"enable_thinking": True}, True),
         ("{{ '<think>' }}", {}, False),
     ],
 )

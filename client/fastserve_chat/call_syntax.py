@@ -84,6 +84,8 @@ class CallSyntax:
     """A header whose first item is ``SPACE`` counts only where an answer begins, or behind a
     call."""
     value: Literal["json", "python", "xml"] = "json"
+    terminator: str = ""
+    """The text at which a value ends, which is not part of it; empty: at its closing bracket."""
     closers: tuple[str, ...] = ()
     """What may follow a value, with white space before it. It has no meaning."""
 

@@ -26,6 +26,8 @@ class ReasoningFormat:
     """Between the reasoning and the calls or the content, which a grammar has to allow."""
     before_content: str = ""
     """What a grammar has to put before content."""
+    not_inside: str = ""
+    """A regular expression of what a grammar keeps out of the reasoning: other marks."""
     has_special_marks: bool = False
     """Whether the marks are special tokens, which have no text unless the request wants it."""
     is_channel: bool = False
@@ -47,7 +49,8 @@ class ReasoningFormat:
             if switch in variables and _mentions(template, switch):
                 return bool(variables[switch])
         return not any(
-            _mentions(ending, switch) and f"set {switch} = false" in template
+            f"{switch} is true" in ending
+            or (_mentions(ending, switch) and f"set {switch} = false" in template)
             for switch in _SWITCHES
         )
 
@@ -81,6 +84,7 @@ REASONING_FORMATS = {
         template_mark="<|channel|>",
         before_answer="<|start|>assistant",
         before_content="<|channel|>final<|message|>",
+        not_inside=r"<\|(start|channel|call|return)\|>",
         has_special_marks=True,
         is_channel=True,
     ),

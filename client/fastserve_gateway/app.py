@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastserve_client.aio_client import AsyncFastServeClient
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from fastserve_gateway.answer import Answer
 from fastserve_gateway.auth import ApiKeys, Caller
-from fastserve_gateway.body import RequestT, check_fields, read_body
+from fastserve_gateway.body import check_fields, ignored_fields, read_body
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.completions import CompletionAnswer
 from fastserve_gateway.disconnect import while_connected
@@ -28,8 +29,18 @@ from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.metrics import RequestMetrics, note_tenant
 from fastserve_gateway.model_formats import DescribedFormats, FormatNames
-from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest, RequestBody
 from fastserve_gateway.service import service_options
+from fastserve_gateway.tokenization import (
+    DetokenizeRequest,
+    TaskBody,
+    TokenizeRequest,
+    detokenize_result,
+    tokenize_result,
+)
+
+RequestT = TypeVar("RequestT", bound=RequestBody)
+TaskT = TypeVar("TaskT", bound=TaskBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         client: AsyncFastServeClient = app.state.client
         note_tenant(request, caller.tenant)  # now, because the body may be refused
         body = await read_body(request, schema, settings.max_body_bytes, take)
-        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
+        check_fields(body, settings.model, settings.max_jobs)
+        headers = ignored_fields(body.unknown_fields(), strict=settings.strict)
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)
@@ -108,6 +120,22 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             )
         except ClientError as error:
             raise from_client_error(error, answer.field_names()) from None
+
+    async def do_task(
+        request: Request,
+        take: Take,
+        schema: type[TaskT],
+        result_of: Callable[[TaskT], Coroutine[Any, Any, Mapping[str, Any]]],
+    ) -> Response:
+        body = await read_body(request, schema, settings.max_body_bytes, take)
+        if body.model not in (None, settings.model):
+            raise no_such_model(settings.model)
+        headers = ignored_fields(body.unknown_fields(), strict=settings.strict)
+        try:
+            result = await while_connected(request.receive, result_of(body))
+        except ClientError as error:
+            raise from_client_error(error, body.field_names()) from None
+        return JSONResponse(result, headers=headers)
 
     # No pages that describe the API to a browser: they load scripts from elsewhere. No redirects:
     # behind a proxy with TLS they would lead to plain HTTP.
@@ -138,6 +166,20 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             return ChatAnswer(body, await app.state.formats.current())
 
         return await respond(request, caller, take, ChatRequest, answer_to)
+
+    @app.post("/tokenize", dependencies=with_key)
+    async def tokenize(request: Request, take: Take = with_body) -> Response:
+        async def result_of(body: TokenizeRequest) -> dict[str, Any]:
+            return await tokenize_result(app.state.client, app.state.formats, body)
+
+        return await do_task(request, take, TokenizeRequest, result_of)
+
+    @app.post("/detokenize", dependencies=with_key)
+    async def detokenize(request: Request, take: Take = with_body) -> Response:
+        async def result_of(body: DetokenizeRequest) -> dict[str, Any]:
+            return await detokenize_result(app.state.client, body)
+
+        return await do_task(request, take, DetokenizeRequest, result_of)
 
     model = {"id": settings.model, "object": "model", "created": started, "owned_by": "fastserve"}
 

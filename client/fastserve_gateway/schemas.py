@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
+from fastserve_client.message_text import joined_text
 from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from fastserve_gateway.chat_message import ChatMessage, fill_content, for_template
-from fastserve_gateway.strict_fields import StrictFields
+from fastserve_gateway.strict_fields import Body, StrictFields
 from fastserve_gateway.tool_fields import (
     MAX_TOOLS,
     FunctionTool,
@@ -98,6 +99,7 @@ _OTHER_FORM = (
     "must be left out; response_format or structured_output says what an answer looks like"
 )
 _UNSUPPORTED = {
+    "tools": "must be empty or left out",  # of completions
     "functions": "must be empty or left out; tools takes its place",
     "function_call": "must be empty or left out; tool_choice takes its place",
     "suffix": "must be empty or left out",
@@ -180,7 +182,7 @@ class ResponseFormat(StrictFields):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class RequestBody(StrictFields):
+class RequestBody(Body):
     """Fields of each request for tokens: for whom it is, and how urgent."""
 
     model: str
@@ -199,11 +201,6 @@ class RequestBody(StrictFields):
                 f"{TIER_PRIORITIES[self.service_tier]}, and another priority; give one of them"
             )
         return self
-
-    @property
-    def num_choices(self) -> int:
-        """Answers to each prompt."""
-        return 1
 
     @property
     def num_prompts(self) -> int:
@@ -245,6 +242,7 @@ class _GenerationRequest(RequestBody):
     stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
     stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
     ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
     allowed_token_ids: Annotated[list[int] | None, PlainValidator(_check_allowed)] = None
@@ -312,6 +310,7 @@ class _GenerationRequest(RequestBody):
             stop=None if self.stop == [] else self.stop,
             stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            add_special_tokens=self.add_special_tokens,
             skip_special_tokens=self.skip_special_tokens,
             logit_bias=self.logit_bias or None,
             allowed_token_ids=self.allowed_token_ids,
@@ -430,6 +429,11 @@ class ChatRequest(_GenerationRequest):
         }
         tools = unknown_tool_fields(self.tools or [])
         return [*super().unknown_fields(), *sorted(nested), *tools]
+
+    def told_texts(self) -> list[str]:
+        """What the model is told, in order."""
+        told = (one for one in self.messages if one["role"] in ("system", "user"))
+        return [joined_text(one["content"]) or "" for one in told]
 
     @property
     def template_variables(self) -> dict[str, Any]:

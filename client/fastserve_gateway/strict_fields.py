@@ -13,3 +13,12 @@ class StrictFields(BaseModel):
     def unknown_fields(self) -> list[str]:
         """Fields that nothing here reads. A field that is null does not count."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+
+class Body(StrictFields):
+    """The body of a request."""
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return 1

@@ -7,6 +7,8 @@ from random import Random
 
 from fastserve_client import protocol
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.strict_fields import Body
+from fastserve_gateway.tokenization import DetokenizeRequest, TokenizeRequest
 from fuzzed_values import GOOD, TENSORS, TRITON_FIELDS, boolean, draw_body, mostly, text
 
 GATEWAY, TRITON_HTTP = "gateway", "Triton HTTP"
@@ -22,8 +24,18 @@ _OTHER_FIELDS = (
     "parameters",
     "stop_words",
 )
-SCHEMAS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-REQUIRED = {"/v1/completions": ("model", "prompt"), "/v1/chat/completions": ("model", "messages")}
+SCHEMAS: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+REQUIRED = {
+    "/v1/completions": ("model", "prompt"),
+    "/v1/chat/completions": ("model", "messages"),
+    "/tokenize": ("prompt",),
+    "/detokenize": ("tokens",),
+}
 _MODEL = f"/v2/models/{protocol.MODEL_NAME}"
 _GENERATE = (f"{_MODEL}/generate", f"{_MODEL}/generate_stream")
 

@@ -158,6 +158,8 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     "max_completion_tokens": _FEW,
     "response_format": _FORMATS,
     "top_logprobs": whole_number(0, 3),
+    "tokens": _TOKEN_IDS,
+    protocol.RETURN_TOKEN_STRS: boolean,
     "echo": _one_of(False),
     "parameters": _parameters,
     protocol.TEXT_INPUT: _PROMPT,
@@ -186,6 +188,11 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     protocol.LOGPROBS: either(boolean, whole_number(0, 5)),
     protocol.STRUCTURED_OUTPUT: _FORMS,
     protocol.TOOLS: _some(_one_of(*_TOOLS)),
+    "tool_choice": _one_of(
+        "auto", "none", "required", {"type": "function", "function": {"name": "f"}}
+    ),
+    "parallel_tool_calls": boolean,
+    "reasoning_effort": _one_of("low", "high"),
     protocol.CHAT_TEMPLATE_KWARGS: _one_of({}, {"enable_thinking": False}, {"messages": []}),
     **dict.fromkeys((protocol.ADD_GENERATION_PROMPT, protocol.CONTINUE_FINAL_MESSAGE), boolean),
     protocol.PRIORITY: whole_number(-3, 3),

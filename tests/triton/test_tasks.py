@@ -99,8 +99,8 @@ def test_tokens_of_a_conversation(chat_endpoints: Endpoints) -> None:
             "return_token_strs: got True; unknown parameter",
         ),
         (
-            {"input_ids": [5], "parameters": {"add_special_tokens": False}},
-            "add_special_tokens: got False; must be left out with input_ids",
+            {"input_ids": [5], "parameters": {"add_special_tokens": True}},
+            "add_special_tokens: got True; must be false or left out with input_ids",
         ),
     ],
 )

@@ -279,8 +279,8 @@ def _chat_options(values: _Values, prompt: _Prompt) -> ChatOptions:
 
 def _adds_special_tokens(values: _Values, prompt: _Prompt) -> bool:
     given: bool | None = values.get(protocol.ADD_SPECIAL_TOKENS, _to_bool)
-    if given is not None and prompt.input_ids is not None:
-        allowed = f"must be left out with {protocol.INPUT_IDS}"
+    if given and prompt.input_ids is not None:
+        allowed = f"must be false or left out with {protocol.INPUT_IDS}"
         raise InvalidRequestError(protocol.ADD_SPECIAL_TOKENS, given, allowed)
     return prompt.text is not None if given is None else given
 

@@ -18,6 +18,7 @@ MAX_CHOICES = 128
 MAX_LOGIT_BIASES = 300
 """The limit of OpenAI and of the server."""
 MAX_TENANT_CHARS = 128
+MAX_SESSION_ID_CHARS = 128
 """The server's limit. Names become labels of metrics before the server sees them."""
 MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
@@ -210,6 +211,7 @@ class _GenerationRequest(_Fields):
     priority: int | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _check_service_tier(self) -> _GenerationRequest:

@@ -167,7 +167,7 @@ def test_turns_get_the_tokens_that_they_would_get_alone(
     held = rig.loop.kv.tiers.held
     assert (rig.pool.num_used, rig.host.num_used) == (held.device, held.idle_host)
 
-    alone = rig_of([], 100 * needs.most(LONGEST), 0, None)
+    alone = rig_of([], needs.most(LONGEST), 0, None)
     for job in conversations.jobs:
         twin = make_job(job.number, 1, arrival_s=alone.clock.now())
         twin.prompt_ids, twin.params, twin.sink = job.prompt_ids, job.params, Collector()

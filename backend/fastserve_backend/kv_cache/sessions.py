@@ -31,9 +31,7 @@ from fastserve_backend.metrics.counters import EngineCounters
 
 # Most seconds of one copy to the host, since jobs may need the link or the blocks next.
 _COPY_S = 0.005
-# Copies start when this share of the device is used, and leave this share of the host free for
-# copies of jobs.
-_COPY_USED = 0.5
+# Copies leave this share of the host free for copies of jobs.
 _COPY_HOST_FREE = 0.25
 # A turn that begins with less than this share of the held tokens gets none. It would have far more
 # blocks than it needs.
@@ -298,10 +296,9 @@ class HeldSessions:
         return int(_COPY_HOST_FREE * self._tiers.host.num_blocks)
 
     def _next_to_copy(self) -> _HeldTurn | None:
-        tiers, device, host = self._tiers, self._tiers.device, self._tiers.host
+        tiers, host = self._tiers, self._tiers.host
         if (
             host.num_blocks == 0
-            or device.num_used <= _COPY_USED * device.num_blocks
             or tiers.num_unfinished(TransferKind.SWAP_OUT)
             or tiers.num_unfinished(TransferKind.WRITE_BACK)
         ):

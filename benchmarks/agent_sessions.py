@@ -1,6 +1,7 @@
 """How soon later turns of conversations have their first tokens, with and without sessions.
 
     python -m benchmarks.agent_sessions               # some minutes on two cores
+    python -m benchmarks.agent_sessions --others 0    # nothing evicts kept blocks
 
 The real engine with the embedded model on this machine's CPU. Two engines take turns: one gets a
 ``session_id``, both have prefix caching. Between two turns of a conversation, other jobs fill the
@@ -9,6 +10,7 @@ device's KV blocks. Answers of both are compared.
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Sequence
@@ -23,12 +25,15 @@ from benchmarks.replay import run_jobs
 NUM_CONVERSATIONS, NUM_TURNS = 4, 4
 FIRST_TOKENS, ADDED_TOKENS, ANSWER_TOKENS = 1500, 40, 16
 DEVICE_BLOCKS = 300  # of 16 tokens: for two or three jobs
-NUM_OTHERS, OTHER_TOKENS = 4, 1200
+OTHER_TOKENS = 1200
 console = Console(width=120)
 
 
 def main() -> None:
     """Print how soon later turns have their first tokens."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--others", type=int, default=4, help="other jobs in each pause")
+    num_others = parser.parse_args().others
     keys = {"device_blocks": DEVICE_BLOCKS, "swap_space_gib": 2.0, "max_num_seqs": 8}
     seconds: dict[str, list[float]] = {"plain": [], "session": []}
     with LLM(EMBEDDED_MODEL, **keys) as plain, LLM(EMBEDDED_MODEL, **keys) as with_sessions:
@@ -45,7 +50,7 @@ def main() -> None:
                     if turn:
                         seconds[name].append(first_s)
                     prompts[name] += answer
-                    run_others(llm, rng)
+                    run_others(llm, rng, num_others)
             assert prompts["plain"] == prompts["session"], "sessions change answers"
         for name, llm in sides.items():
             counters = llm.engine.counters
@@ -71,10 +76,10 @@ def run_turn(llm: LLM, prompt: list[int], session: str) -> tuple[list[int], floa
     return answer.token_ids, answer.stats.first_token_s - answer.stats.arrival_s
 
 
-def run_others(llm: LLM, rng: random.Random) -> None:
-    """The pause: other jobs use all of the device's blocks."""
+def run_others(llm: LLM, rng: random.Random, count: int) -> None:
+    """The pause: other jobs need the device's blocks."""
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-    jobs = [(tokens(rng, OTHER_TOKENS), params) for _ in range(NUM_OTHERS)]
+    jobs = [(tokens(rng, OTHER_TOKENS), params) for _ in range(count)]
     run_jobs(llm.engine, jobs)
 
 

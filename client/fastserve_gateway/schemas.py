@@ -18,8 +18,9 @@ MAX_CHOICES = 128
 MAX_LOGIT_BIASES = 300
 """The limit of OpenAI and of the server."""
 MAX_TENANT_CHARS = 128
-MAX_SESSION_ID_CHARS = 128
 """The server's limit. Names become labels of metrics before the server sees them."""
+MAX_SESSION_ID_CHARS = 128
+"""The server's limit."""
 MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
 """The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to

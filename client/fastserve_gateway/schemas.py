@@ -28,6 +28,8 @@ MAX_LOGIT_BIASES = 300
 """The limit of OpenAI and of the server."""
 MAX_TENANT_CHARS = 128
 """The server's limit. Names become labels of metrics before the server sees them."""
+MAX_SESSION_ID_CHARS = 128
+"""The server's limit."""
 MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
 """The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to
@@ -190,6 +192,7 @@ class RequestBody(Body):
     priority: int | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _check_service_tier(self) -> RequestBody:

@@ -21,14 +21,26 @@ from fastserve_gateway.body import check_fields, ignored_fields, read_body
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.completions import CompletionAnswer
 from fastserve_gateway.disconnect import while_connected
-from fastserve_gateway.errors import ApiError, from_client_error, no_such_model, no_such_route
+from fastserve_gateway.errors import (
+    MESSAGES_PATH,
+    ApiError,
+    from_client_error,
+    no_such_model,
+    no_such_route,
+)
 from fastserve_gateway.event_stream import EventStream
 from fastserve_gateway.held_bodies import HeldBodies, Take
 from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
+from fastserve_gateway.messages_answer import MessagesAnswer
+from fastserve_gateway.messages_schema import ConversationRequest, MessagesRequest
 from fastserve_gateway.metrics import RequestMetrics, note_tenant
 from fastserve_gateway.model_formats import DescribedFormats, FormatNames
+from fastserve_gateway.response_chain import ResponseChains
+from fastserve_gateway.response_store import ResponseStore
+from fastserve_gateway.responses_answer import ResponsesAnswer
+from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest, RequestBody
 from fastserve_gateway.service import service_options
 from fastserve_gateway.tokenization import (
@@ -36,11 +48,12 @@ from fastserve_gateway.tokenization import (
     TaskBody,
     TokenizeRequest,
     detokenize_result,
+    tokenize_chat,
     tokenize_result,
 )
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
-TaskT = TypeVar("TaskT", bound=TaskBody)
+TaskT = TypeVar("TaskT", bound=TaskBody | ConversationRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,8 @@ class GatewaySettings:
     """The bytes of the bodies of all unanswered requests."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
+    max_stored_bytes: int
+    """The bytes of all stored responses; 0 stores none."""
     formats: FormatNames = FormatNames()  # noqa: RUF009
 
     def __post_init__(self) -> None:
@@ -95,7 +110,6 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         note_tenant(request, caller.tenant)  # now, because the body may be refused
         body = await read_body(request, schema, settings.max_body_bytes, take)
         check_fields(body, settings.model, settings.max_jobs)
-        headers = ignored_fields(body.unknown_fields(), strict=settings.strict)
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)
@@ -103,6 +117,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             answer = await answer_to(body)
         except ClientError as error:  # the server does not describe its model
             raise from_client_error(error, {}) from None
+        unknown = [*body.unknown_fields(), *answer.unused_fields()]
+        headers = ignored_fields(unknown, strict=settings.strict)
         jobs = answer.jobs(service)
         try:
             if not answer.streams:
@@ -166,6 +182,45 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             return ChatAnswer(body, await app.state.formats.current())
 
         return await respond(request, caller, take, ChatRequest, answer_to)
+
+    store = ResponseStore(settings.max_stored_bytes)
+
+    @app.post("/v1/responses", dependencies=with_key)
+    async def responses(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
+        async def answer_to(body: ResponsesRequest) -> ResponsesAnswer:
+            chains = ResponseChains(store, caller.tenant)
+            return await chains.answer(body, app.state.formats, take)
+
+        return await respond(request, caller, take, ResponsesRequest, answer_to)
+
+    @app.get("/v1/responses/{response_id}", dependencies=with_key)
+    async def stored_response(response_id: str, caller: Caller = with_caller) -> Response:
+        return JSONResponse(ResponseChains(store, caller.tenant).find(response_id).response)
+
+    @app.delete("/v1/responses/{response_id}", dependencies=with_key)
+    async def delete_response(response_id: str, caller: Caller = with_caller) -> Response:
+        ResponseChains(store, caller.tenant).delete(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @app.post(MESSAGES_PATH, dependencies=with_key)
+    async def messages(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
+        async def answer_to(body: MessagesRequest) -> MessagesAnswer:
+            return MessagesAnswer(body, await app.state.formats.current())
+
+        return await respond(request, caller, take, MessagesRequest, answer_to)
+
+    @app.post(f"{MESSAGES_PATH}/count_tokens", dependencies=with_key)
+    async def count_tokens(request: Request, take: Take = with_body) -> Response:
+        async def result_of(body: ConversationRequest) -> dict[str, Any]:
+            formats = await app.state.formats.current()
+            tokens = await tokenize_chat(app.state.client, formats, body.chat)
+            return {"input_tokens": tokens.count}
+
+        return await do_task(request, take, ConversationRequest, result_of)
 
     @app.post("/tokenize", dependencies=with_key)
     async def tokenize(request: Request, take: Take = with_body) -> Response:

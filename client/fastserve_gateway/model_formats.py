@@ -28,6 +28,7 @@ from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.options import Prompt, RequestOptions
 
+from fastserve_gateway.chat_conversion import TemplateVariables
 from fastserve_gateway.errors import invalid
 from fastserve_gateway.schemas import ChatRequest
 
@@ -83,6 +84,14 @@ class ModelFormats:
         if names.reasoning == AUTO:
             reasoning = reasoning_format_of(template)
         return cls(template, tools, reasoning)
+
+    def unused(self, variables: TemplateVariables) -> list[str]:
+        """The fields none of whose variables the chat template has."""
+        return [
+            field
+            for field, names in variables.items()
+            if not any(name in self.template for name in names)
+        ]
 
     def prompts(self, request: ChatRequest) -> Sequence[Prompt]:
         """One conversation for the model's chat template."""

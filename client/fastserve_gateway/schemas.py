@@ -151,6 +151,7 @@ class JSONSchema(StrictFields):
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
+ServiceTier = Literal["auto", "default", "priority", "flex"]
 TIER_PRIORITIES = {"auto": 0, "default": 0, "priority": -1, "flex": 1}
 """The priority of each of OpenAI's service tiers."""
 
@@ -190,7 +191,7 @@ class RequestBody(Body):
     model: str
     stream: bool | None = None
     priority: int | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
     session_id: Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)] | None = None
 

@@ -14,7 +14,10 @@ MAX_BODY_BYTES = 1 << 20
 
 
 def settings(
-    *keys: str, url: str = "grpc://127.0.0.1:9", max_held_bytes: int = 4 << 20
+    *keys: str,
+    url: str = "grpc://127.0.0.1:9",
+    max_held_bytes: int = 4 << 20,
+    max_stored_bytes: int = 0,
 ) -> GatewaySettings:
     return GatewaySettings(
         url=url,
@@ -24,6 +27,7 @@ def settings(
         max_body_bytes=MAX_BODY_BYTES,
         max_held_bytes=max_held_bytes,
         max_jobs=8,
+        max_stored_bytes=max_stored_bytes,
     )
 
 

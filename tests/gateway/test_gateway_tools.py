@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from anthropic import Anthropic
 from byte_tokenizer import NUM_BYTE_TOKENS, save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from openai import OpenAI
@@ -260,3 +261,36 @@ def test_the_example_of_the_documentation(gateway: RunningGateway) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert "get_weather" in done.stdout
+
+
+def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGateway) -> None:
+    ending = {"logit_bias": {str(END_OF_THOUGHT): 3.0}, "seed": 3}
+    response = client.responses.create(
+        model="fastserve",
+        input=ASKED[0]["content"],
+        tools=[{"type": "function", **WEATHER}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+        extra_body=ending,
+    )
+    reasoning, call = response.output
+    assert (reasoning.type, call.type) == ("reasoning", "function_call")
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    with (
+        Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as other,
+        other.messages.stream(
+            model="fastserve",
+            messages=ASKED,
+            tools=[{"name": WEATHER["name"], "input_schema": SCHEMA}],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_tokens=300,
+            extra_body=ending,
+        ) as stream,
+    ):
+        message = stream.get_final_message()
+    thinking, use = message.content
+    assert thinking.thinking == reasoning.content[0].text
+    assert use.input == json.loads(call.arguments)
+    assert message.stop_reason == "tool_use"

@@ -72,9 +72,7 @@ class LookAhead:
         self._rounds_to_look = 0  # until the next look
 
     def on_arrival(self, job: Job, now: float) -> None:
-        num_held = self._tiers.device.num_held(job.number)  # of its session
-        needed = self._tiers.needs.most(len(job.prompt_ids))
-        self._reserve.add(max(0, needed - num_held), now)
+        self._reserve.add(self._tiers.needs.most(len(job.prompt_ids)), now)
         self.on_change()
 
     def on_change(self) -> None:

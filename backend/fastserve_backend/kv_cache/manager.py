@@ -137,8 +137,8 @@ class KVManager:
     def on_arrival(self, job: Job, now: float) -> None:
         """A new job, which the policy does not know yet. Sets ``job.num_shared``, or gives the job
         the KV that its session holds."""
-        self._sessions.on_arrival(job, now)
         self._look_ahead.on_arrival(job, now)
+        self._sessions.on_arrival(job, now)
         if job.num_computed == 0:
             self._prefixes.estimate_shared(job)
 

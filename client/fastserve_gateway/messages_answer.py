@@ -110,6 +110,7 @@ class MessagesAnswer(BlockAnswer):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self._usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._chat.reasoning_tokens() or 0},
         }
 
 

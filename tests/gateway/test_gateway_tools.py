@@ -277,7 +277,8 @@ def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGate
     reasoning, call = response.output
     assert (reasoning.type, call.type) == ("reasoning", "function_call")
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
-    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    num_thought = response.usage.output_tokens_details.reasoning_tokens
+    assert num_thought > 0
     with (
         Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as other,
         other.messages.stream(
@@ -294,3 +295,4 @@ def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGate
     assert thinking.thinking == reasoning.content[0].text
     assert use.input == json.loads(call.arguments)
     assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens_details.thinking_tokens == num_thought

@@ -35,7 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--others", type=int, default=4, help="other jobs in each pause")
     num_others = parser.parse_args().others
-    keys: dict[str, Any] = {"device_blocks": DEVICE_BLOCKS, "swap_space_gib": 2.0, "max_num_seqs": 8}
+    keys: dict[str, Any] = {
+        "device_blocks": DEVICE_BLOCKS,
+        "swap_space_gib": 2.0,
+        "max_num_seqs": 8,
+    }
     seconds: dict[str, list[float]] = {"plain": [], "session": []}
     with LLM(EMBEDDED_MODEL, **keys) as plain, LLM(EMBEDDED_MODEL, **keys) as with_sessions:
         sides = {"plain": plain, "session": with_sessions}

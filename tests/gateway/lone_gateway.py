@@ -6,8 +6,8 @@ import asyncio
 from typing import Any, Self
 
 from fastserve_client.key_file import NamedKey
-from fastserve_gateway.app import GatewaySettings
 from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.settings import GatewaySettings
 
 PICTURE = "x" * 40_000
 MAX_BODY_BYTES = 1 << 20

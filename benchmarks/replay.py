@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import EngineError
-from fastserve_backend.job import FinishReason, JobOutput, JobStats
+from fastserve_backend.job import (
+    DEFAULT_SERVICE,
+    FinishReason,
+    JobOutput,
+    JobStats,
+    ServiceLevel,
+)
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_bench.report.records import JobRecord
 from fastserve_bench.workload import TraceJob
@@ -87,11 +93,13 @@ def run_jobs(
     jobs: Sequence[tuple[Sequence[int], SamplingParams]],
     deadline_s: float = DEADLINE_S,
     arrivals_s: Sequence[float] | None = None,
+    service: ServiceLevel = DEFAULT_SERVICE,
 ) -> list[Answer]:
     """Submits each job, at its time if there are times, and waits for all.
 
     Args:
         arrivals_s: ascending.
+        service: of all jobs.
 
     Raises:
         TooSlow: after ``deadline_s``. The jobs are cancelled.
@@ -124,7 +132,8 @@ def run_jobs(
                 if arrivals_s[index] > elapsed_s:
                     wait_s = min(wait_s, arrivals_s[index] - elapsed_s)
                     break
-                numbers.append(engine.submit(str(index), *jobs[index], sink_of(index)))
+                sink = sink_of(index)
+                numbers.append(engine.submit(str(index), *jobs[index], sink, service=service))
             with suppress(queue.Empty):  # until the next arrival or the next look
                 index = ends.get(timeout=wait_s)
                 end = answers[index].end

@@ -159,7 +159,7 @@ class Decisions:
         policy.on_iteration_finished(batch, self._now_s)
         for job in ended:
             policy.remove(job)
-            kv.release(job)
+            kv.release(job, self._now_s)
         for job in arrived:
             kv.on_arrival(job, self._now_s)
             policy.add(job, self._now_s)

@@ -6,7 +6,7 @@ The same models read ``engine.yaml`` and give ``fastserve serve`` its flags.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from fastserve_client.key_file import KeyFileError, read_key_file
@@ -184,6 +184,11 @@ class KVCacheSection(_Section):
         True,
         description="Reuse KV of ended and running jobs for jobs that begin with the same tokens.",
     )
+    session_ttl_s: Literal["auto"] | Annotated[float, Field(ge=0.0, le=86400.0)] = Field(
+        "auto",
+        description="Hold the KV of a paused session for so many seconds, in memory that no job "
+        "needs; 0: never. auto: as long as all but a few measured pauses last.",
+    )
     strategy: SwapStrategy = Field(
         "proactive", description="What happens when the device's KV blocks are short."
     )
@@ -282,6 +287,11 @@ class SchedulerSection(_Section):
         le=MAX_MS,
         description="After this wait, ms, a job has a turn before all priorities; null: "
         "never, so less urgent jobs wait as long as more urgent ones can run.",
+    )
+    session_age: bool = Field(
+        False,
+        description="A turn of a session counts as having run as long as the session's earlier "
+        "turns, so that short conversations come before long ones.",
     )
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."

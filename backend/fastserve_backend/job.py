@@ -101,6 +101,8 @@ class ServiceLevel:
     """Wanted time for each later token, in seconds; None: no objective."""
     tenant: str = ""
     """For whom it runs. Requests of "" share one tenant."""
+    session_id: str = ""
+    """The conversation of this tenant that the request is a turn of; "": of none."""
 
     def with_default_objectives(
         self, ttft_slo_ms: float | None, tpot_slo_ms: float | None
@@ -141,6 +143,11 @@ class Job:
     """``params.seed``, or a random number if that is None."""
     predicted_tokens: int | None = None
     """Predicted number of output tokens; None if there is no prediction (yet)."""
+    session_s: float = 0.0
+    """Seconds that the earlier turns of its session would have taken alone; 0 unless it inherits
+    its session's age."""
+    session_tokens: int = 0
+    """Output tokens of those turns."""
 
     state: JobState = JobState.WAITING
     finish_reason: FinishReason | None = None

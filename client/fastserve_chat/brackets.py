@@ -21,8 +21,8 @@ class BracketScanner:
         self._depth = 0
         self._quote: str | None = None
 
-    def find_end(self, text: str, begin: int) -> int | None:
-        """The index behind the closing bracket; None: it is still to come.
+    def find_end(self, text: str, begin: int) -> int:
+        """The index behind the closing bracket; -1: it is still to come.
 
         Args:
             text: that of the call before, or the same with more at its end.
@@ -34,13 +34,13 @@ class BracketScanner:
             found = pattern.search(text, position)
             if found is None:
                 self._position = len(text)
-                return None
+                return -1
             position = found.end()
             mark = found[0]
             if mark == "\\":
                 if position == len(text):  # what it escapes is still to come
                     self._position = position - 1
-                    return None
+                    return -1
                 position += 1
             elif mark in self._inside:
                 self._quote = mark if self._quote is None else None

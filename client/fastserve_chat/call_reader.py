@@ -25,8 +25,6 @@ from fastserve_chat.written_calls import (
     xml_call,
 )
 
-_XML_END = "</function>"
-
 
 class CallNumbers:
     """Numbers the calls of one answer.
@@ -106,29 +104,28 @@ class FreeBlock:
         return Progress(length=fits, is_content=True)
 
     def _read_value(self, text: str, begin: int, name: str | None) -> Progress:
-        end = self._find_end(text, begin)
-        if end is None:
+        terminator = self._syntax.terminator
+        if terminator:
+            value_end = text.find(terminator, max(begin, self._scanned - len(terminator)))
+            self._scanned = len(text)
+        else:
+            value_end = self._scanner.find_end(text, begin)
+        if value_end < 0:
             return _WAIT
+        end = value_end + len(terminator)
         try:
-            calls = self._calls(text[begin:end], name)
+            calls = self._calls(text[begin:value_end], name)
         except NoCallError:
             return Progress(length=end, is_content=True)
         parts = [part for call in calls for part in self._numbers.whole(call)]
         return Progress(parts, end)
-
-    def _find_end(self, text: str, begin: int) -> int | None:
-        if self._syntax.value != "xml":
-            return self._scanner.find_end(text, begin)
-        found = text.find(_XML_END, max(begin, self._scanned - len(_XML_END)))
-        self._scanned = len(text)
-        return None if found < 0 else found + len(_XML_END)
 
     def _calls(self, value: str, name: str | None) -> list[WrittenCall]:
         if self._syntax.value == "xml":
             tool = self._tools.get(name or "")
             if tool is None:
                 raise NoCallError
-            return [xml_call(value.removesuffix(_XML_END), tool)]
+            return [xml_call(value, tool)]
         is_python = self._syntax.value == "python"
         calls = python_calls(value) if is_python else json_calls(value, name)
         if any(call.name not in self._tools for call in calls):
@@ -168,11 +165,11 @@ class EnforcedBlock:
                 self._begin = self._position = name_end + len(self._frame.after_name)
                 self._scanner = BracketScanner()
             end = self._scanner.find_end(text, self._begin)
-            written = text[self._position : end]
+            written = text[self._position : end if end >= 0 else None]
             self._position += len(written)
             if written:
                 parts.append(CallArguments(self._call.index, written))
-            if end is None:
+            if end < 0:
                 return Progress(parts)
             self._call = None
             frame = self._frame

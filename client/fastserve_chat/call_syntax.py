@@ -27,6 +27,8 @@ Header = tuple[str | Item, ...]
 """What calls begin with. Of several headers at most one fits a text, since they differ before the
 place where the first of them is complete."""
 
+# Names of tools have at most 64. Without a limit, a text would be read again for each token.
+_MAX_ITEM_CHARS = 128
 _WORD_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
@@ -56,8 +58,11 @@ def match_header(header: Header, text: str) -> HeaderMatch | Mismatch | None:
                 value_begin = position
             case _:
                 begin = position
-                while position < len(text) and _fits(item, text[position]):
+                end = min(len(text), begin + _MAX_ITEM_CHARS + 1)
+                while position < end and _fits(item, text[position]):
                     position += 1
+                if position - begin > _MAX_ITEM_CHARS:
+                    return Mismatch(position)
                 if position == len(text):
                     return None
                 if item is not SPACE and position == begin:
@@ -79,6 +84,8 @@ class CallSyntax:
     """A header whose first item is ``SPACE`` counts only where an answer begins, or behind a
     call."""
     value: Literal["json", "python", "xml"] = "json"
+    terminator: str = ""
+    """The text at which a value ends, which is not part of it; empty: at its closing bracket."""
     closers: tuple[str, ...] = ()
     """What may follow a value, with white space before it. It has no meaning."""
 

@@ -48,7 +48,9 @@ def literal(text: str) -> str:
 
 def add_reasoning(rules: Rules, marks: ReasoningFormat, is_opened: bool) -> str:
     """The reasoning before an answer, with the white space behind it."""
-    rules.add(f"thought[suffix={literal(marks.close)}]", _ANYTHING)
+    without = f" & ~/(.|\\n)*{marks.not_inside}(.|\\n)*/" if marks.not_inside else ""
+    rules.add("THOUGHT", f"{_ANYTHING}{without}")
+    rules.add(f"thought[suffix={literal(marks.close)}]", "THOUGHT")
     behind = f"{literal(marks.before_answer)} SPACE?"
     if is_opened:
         return rules.add("reasoning", f"thought {behind}")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from enum import Enum, auto
 
+from fastserve_chat.brackets import BracketScanner
 from fastserve_chat.call_reader import CallNumbers
 from fastserve_chat.call_syntax import partial_suffix
 from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
@@ -29,6 +30,8 @@ class _Kind(Enum):
     CONTENT = auto()
     REASONING = auto()
     CALL = auto()
+    SKIPPED = auto()
+    """What follows the arguments of a call."""
 
 
 class HarmonyReader:
@@ -47,8 +50,11 @@ class HarmonyReader:
         self._header = ""
         self._name = ""
         """Of the called tool."""
+        self._scanner = BracketScanner()
         self._call: CallStart | None = None
         """The call whose arguments are parts already."""
+        self._num_sent = 0
+        """Characters of the message that are such parts."""
 
     def read(self, text: str) -> list[AnswerPart]:
         self._text += text
@@ -59,22 +65,24 @@ class HarmonyReader:
 
     def end(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
+        if self._kind is _Kind.CALL:
+            return [] if self._is_enforced else [Content(self._header + self._text)]
         if self._kind is _Kind.HEADER:
             self._kind = _Kind.CONTENT
-        self._take(parts, len(self._text), is_end=True)
+        self._take(parts, len(self._text))
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
         """Decides about some text; False: that needs more text."""
         if self._kind is _Kind.HEADER:
             return self._read_header(parts)
+        if self._kind is _Kind.CALL:
+            return self._read_call(parts)
         found = [place for mark in _BODY_MARKS if (place := self._text.find(mark)) >= 0]
         if not found:
-            if self._kind is not _Kind.CALL or self._is_enforced:
-                held = partial_suffix(self._text, _BODY_MARKS)
-                self._take(parts, len(self._text) - held, is_end=False)
+            self._take(parts, len(self._text) - partial_suffix(self._text, _BODY_MARKS))
             return False
-        self._take(parts, min(found), is_end=True)
+        self._take(parts, min(found))
         for mark in _ENDS:
             self._text = self._text.removeprefix(mark)
         self._kind = _Kind.HEADER
@@ -100,23 +108,41 @@ class HarmonyReader:
             self._kind = _Kind.REASONING if "analysis" in header else _Kind.CONTENT
         return True
 
-    def _take(self, parts: list[AnswerPart], length: int, *, is_end: bool) -> None:
-        """The message has ``length`` more characters; ``is_end``: and then it ends."""
+    def _read_call(self, parts: list[AnswerPart]) -> bool:
+        begin = len(self._text) - len(self._text.lstrip())
+        if begin == len(self._text):
+            return False
+        if self._text[begin] != "{":
+            self._kind = _Kind.CONTENT
+            parts.append(Content(self._header))
+            return True
+        end = self._scanner.find_end(self._text, begin)
+        if self._is_enforced:
+            parts += self._enforced(self._text[: end if end >= 0 else None])
+        if end < 0:
+            return False
+        if not self._is_enforced:
+            parts += self._whole_call(self._text[:end])
+        self._text, self._kind = self._text[end:], _Kind.SKIPPED
+        self._scanner, self._call, self._num_sent = BracketScanner(), None, 0
+        return True
+
+    def _take(self, parts: list[AnswerPart], length: int) -> None:
+        """The message has ``length`` more characters."""
         text, self._text = self._text[:length], self._text[length:]
-        if self._kind is _Kind.CALL:
-            parts += self._enforced(text) if self._is_enforced else self._whole_call(text)
-        elif text:
+        if text and self._kind is not _Kind.SKIPPED:
             parts.append(Reasoning(text) if self._kind is _Kind.REASONING else Content(text))
-        if is_end:
-            self._call = None
 
     def _enforced(self, text: str) -> list[AnswerPart]:
+        """The new parts of a call that has this text so far."""
         parts: list[AnswerPart] = []
         if self._call is None:
             self._call = self._numbers.start(self._name)
+            self._num_sent = len(text) - len(text.lstrip())
             parts.append(self._call)
-        if text:
-            parts.append(CallArguments(self._call.index, text))
+        if len(text) > self._num_sent:
+            parts.append(CallArguments(self._call.index, text[self._num_sent :]))
+            self._num_sent = len(text)
         return parts
 
     def _whole_call(self, text: str) -> list[AnswerPart]:

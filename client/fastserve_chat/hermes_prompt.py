@@ -27,8 +27,8 @@ def knows_tools(template: str) -> bool:
 def in_hermes_form(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[Message]:
-    """Messages with a role and text alone: tools are a part of the system message, calls of the
-    assistant's, and their results of the user's."""
+    """Messages without fields of tools. Tools are text of the system message, calls of the
+    assistant's messages, and their results of the user's."""
     told: list[Message] = []
     after_result = False
     for message in messages:
@@ -55,8 +55,10 @@ def _result(message: Message) -> Message:
 
 
 def _plain(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
     parts = [message["content"]] if message["content"] else []
-    parts += [_call(call) for call in message.get("tool_calls") or ()]
+    parts += [_call(call) for call in message["tool_calls"]]
     return {"role": message["role"], "content": "\n".join(parts)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from fastserve_chat.parts import AnswerPart, PartReader, Reasoning
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates switch reasoning on and off."""
+_ON, _OFF = "/think", "/no_think"
+"""Words for it in messages, which some templates look for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class ReasoningFormat:
     """Between the reasoning and the calls or the content, which a grammar has to allow."""
     before_content: str = ""
     """What a grammar has to put before content."""
+    not_inside: str = ""
+    """A regular expression of what a grammar keeps out of the reasoning: other marks."""
     has_special_marks: bool = False
     """Whether the marks are special tokens, which have no text unless the request wants it."""
     is_channel: bool = False
@@ -38,13 +42,38 @@ class ReasoningFormat:
         """
         _, found, ending = template.rpartition("add_generation_prompt")
         texts = re.findall(r"'[^']*'|\"[^\"]*\"", ending)
+        texts.append(re.sub(r"\{[{%#].*?[}%#]\}", "", ending, flags=re.DOTALL))
         if not found or not any(self.open in text.split(self.close)[-1] for text in texts):
             return False
         for switch in _SWITCHES:
-            if re.search(rf"\b{switch}\b", ending):
-                is_off = re.search(rf"set {switch} = false", template) is not None
-                return bool(variables.get(switch, not is_off))
-        return True
+            if switch in variables and _mentions(template, switch):
+                return bool(variables[switch])
+        return not any(
+            f"{switch} is true" in ending
+            or (_mentions(ending, switch) and f"set {switch} = false" in template)
+            for switch in _SWITCHES
+        )
+
+
+def is_switched_off(
+    template: str, variables: Mapping[str, Any], texts: Callable[[], Sequence[str]]
+) -> bool:
+    """Whether a request switches reasoning off, in a way that the chat template knows.
+
+    Args:
+        texts: returns what system and user say; the last of them that has a word for it counts.
+    """
+    if _OFF in template:
+        for text in reversed(texts()):
+            if _OFF in text or _ON in text:
+                return _OFF in text
+    return any(
+        variables.get(switch) is False and _mentions(template, switch) for switch in _SWITCHES
+    )
+
+
+def _mentions(text: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", text) is not None
 
 
 # The order counts: a template is of the first format that fits it.
@@ -55,6 +84,7 @@ REASONING_FORMATS = {
         template_mark="<|channel|>",
         before_answer="<|start|>assistant",
         before_content="<|channel|>final<|message|>",
+        not_inside=r"<\|(start|channel|call|return)\|>",
         has_special_marks=True,
         is_channel=True,
     ),

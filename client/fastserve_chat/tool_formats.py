@@ -86,6 +86,7 @@ TOOL_FORMATS = {
             between="\n",
             end="<｜tool▁calls▁end｜>",
         ),
+        has_special_marks=True,
     ),
     "qwen3_coder": ToolFormat(
         template_marks=("<function=",),
@@ -95,6 +96,7 @@ TOOL_FORMATS = {
                 ("<function=", NAME, ">", VALUE),
             ),
             value="xml",
+            terminator="</function>",
             closers=("</tool_call>",),
         ),
         frame=CallFrame(
@@ -139,6 +141,22 @@ TOOL_FORMATS = {
             after_arguments="}\n</tool_call>",
             between="\n",
         ),
+    ),
+    "olmo3": ToolFormat(
+        template_marks=("<function_calls>",),
+        syntax=CallSyntax(
+            (("<function_calls>", SPACE, VALUE),), value="python", terminator="</function_calls>"
+        ),
+        frame=CallFrame(
+            mark="<function_calls>",
+            begin="<function_calls>",
+            before_name="",
+            after_name="(**",
+            after_arguments=")",
+            between="\n",
+            end="</function_calls>",
+        ),
+        has_special_marks=True,
     ),
     "pythonic": ToolFormat(
         template_marks=("[func_name1(",),

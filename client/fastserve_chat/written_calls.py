@@ -41,15 +41,18 @@ def json_calls(text: str, name: str | None) -> list[WrittenCall]:
 
 
 def python_calls(text: str) -> list[WrittenCall]:
-    """Calls in a Python list, such as ``[f(a=1), g()]``. JSON's names of values count too.
+    """Calls in Python: a list such as ``[f(a=1), g()]``, or a call on each line. JSON's names of
+    values count too.
 
     Raises NoCallError.
     """
     try:
-        body = ast.parse(text, mode="eval").body
-        if not isinstance(body, ast.List) or not body.elts:
+        written = [one.value for one in ast.parse(text.strip()).body if isinstance(one, ast.Expr)]
+        if len(written) == 1 and isinstance(written[0], ast.List):
+            written = written[0].elts
+        if not written:
             raise NoCallError
-        return [_python_call(one) for one in body.elts]
+        return [_python_call(one) for one in written]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NoCallError from None
 

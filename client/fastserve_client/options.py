@@ -70,7 +70,8 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class ServiceOptions(TypedDict, total=False):
-    """How urgent a request is, and whose it is. The server checks these values too."""
+    """How urgent a request is, whose it is, and which conversation it goes on. The server checks
+    these values too."""
 
     priority: int | None
     """Lower runs first; the default is 0."""
@@ -80,6 +81,9 @@ class ServiceOptions(TypedDict, total=False):
     """Wanted time for each later token; the default is the server's."""
     tenant: str | None
     """For whom the request runs."""
+    session_id: str | None
+    """Names the tenant's conversation that the request is a turn of. Its KV is held for a while
+    after the answer, for the next turn."""
 
 
 class ChatTemplateOptions(TypedDict, total=False):

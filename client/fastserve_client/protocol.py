@@ -76,6 +76,8 @@ SESSION_ID: Final = "session_id"
 """The conversation that the request is a turn of; its KV is kept for the next turn."""
 SLO_HEADERS: Final = {TTFT_SLO_MS: "x-slo-ttft-ms", TPOT_SLO_MS: "x-slo-tpot-ms"}
 """The gateway's HTTP headers for objectives."""
+SESSION_HEADER: Final = "x-session-id"
+"""The gateway's HTTP header for ``SESSION_ID``, for clients that cannot change the body."""
 RETURN_FINISH_REASON: Final = "return_finish_reason"
 RETURN_NUM_INPUT_TOKENS: Final = "return_num_input_tokens"
 RETURN_NUM_CACHED_TOKENS: Final = "return_num_cached_tokens"
@@ -170,6 +172,7 @@ INPUTS: Final = (
     TensorSpec(TTFT_SLO_MS, "FP32"),
     TensorSpec(TPOT_SLO_MS, "FP32"),
     TensorSpec(TENANT, "BYTES"),
+    TensorSpec(SESSION_ID, "BYTES"),
     TensorSpec(RETURN_FINISH_REASON, "BOOL"),
     TensorSpec(RETURN_NUM_INPUT_TOKENS, "BOOL"),
     TensorSpec(RETURN_NUM_CACHED_TOKENS, "BOOL"),

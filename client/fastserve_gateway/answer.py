@@ -65,12 +65,16 @@ class Usage:
             least = self.cached_tokens.get(prompt, part.num_cached_tokens)
             self.cached_tokens[prompt] = min(least, part.num_cached_tokens)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self.cached_tokens.values())
+
     def to_json(self) -> dict[str, Any]:
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
         if self.reasoning_tokens is not None:
             details = {"reasoning_tokens": self.reasoning_tokens}
@@ -106,6 +110,10 @@ class Answer(ABC):
     @abstractmethod
     def field_names(self) -> Mapping[str, str]:
         """Names of the server's fields in this request, where they differ from completions."""
+
+    def unused_fields(self) -> list[str]:
+        """Fields of the request that this model has no use for."""
+        return []
 
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream whose jobs failed."""

@@ -46,6 +46,10 @@ class ChatAnswer(ChoicesAnswer):
     def prompts(self) -> Sequence[Prompt]:
         return self._formats.prompts(self._chat)
 
+    def choice_parts(self, index: int) -> ChoiceParts:
+        """The parts of one choice."""
+        return self._parts[index]
+
     def on_chunk(self, index: int) -> Callable[[Chunk], None] | None:
         counts = self._counts_reasoning and not self.streams
         return self._parts[index].keep if counts else None
@@ -80,14 +84,7 @@ class ChatAnswer(ChoicesAnswer):
     def _choice(
         self, index: int, key: str, content: Mapping[str, Any], part: Chunk | Completion
     ) -> dict[str, Any]:
-        logprobs = None
-        if self._wants_logprobs:
-            logprobs = {
-                "content": [
-                    {**_token(entry), "top_logprobs": [_token(one) for one in entry.top]}
-                    for entry in part.logprobs
-                ]
-            }
+        logprobs = {"content": token_logprobs(part.logprobs)} if self._wants_logprobs else None
         return {
             "index": index,
             key: content,
@@ -124,6 +121,13 @@ def _delta(parts: Iterable[AnswerPart]) -> dict[str, Any]:
     if calls:
         delta["tool_calls"] = list(calls.values())
     return delta
+
+
+def token_logprobs(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """OpenAI's JSON of tokens and their log-probabilities."""
+    return [
+        {**_token(entry), "top_logprobs": [_token(one) for one in entry.top]} for entry in entries
+    ]
 
 
 def _token(entry: TokenLogprob) -> dict[str, Any]:

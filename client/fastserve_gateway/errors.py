@@ -91,13 +91,13 @@ _ANTHROPIC_TYPES = {
 # The wording of gRPC and of HTTP.
 _TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
 
-# The server's field → the field of completions.
-_FIELDS = {
+SERVER_FIELDS = {
     protocol.TEXT_INPUT: "prompt",
     protocol.INPUT_IDS: "prompt",
     protocol.STOP_WORDS: "stop",
     **protocol.SLO_HEADERS,
 }
+"""The server's field → the field of completions, where they differ."""
 
 
 # Types of pydantic's errors whose own messages name Python classes.
@@ -157,7 +157,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     error.__traceback__ = None
     if isinstance(error, InvalidRequest):
         code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
-        return _refused(str(error), _FIELDS | dict(fields), code)
+        return _refused(str(error), SERVER_FIELDS | dict(fields), code)
     if isinstance(error, ServerOverloaded):
         if error.retry_after_s is None:
             return ApiError(429, str(error), code="queue_full")

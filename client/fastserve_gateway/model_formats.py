@@ -14,6 +14,7 @@ from fastserve_chat.parts import PartReader
 from fastserve_chat.reasoning_formats import (
     REASONING_FORMATS,
     ReasoningFormat,
+    is_switched_off,
     reasoning_format_of,
 )
 from fastserve_chat.tool import Tool
@@ -27,6 +28,7 @@ from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.options import Prompt, RequestOptions
 
+from fastserve_gateway.chat_conversion import TemplateVariables
 from fastserve_gateway.errors import invalid
 from fastserve_gateway.schemas import ChatRequest
 
@@ -77,10 +79,19 @@ class ModelFormats:
     def of(cls, template: str, names: FormatNames) -> ModelFormats:
         tools, reasoning = TOOL_FORMATS.get(names.tools), REASONING_FORMATS.get(names.reasoning)
         if names.tools == AUTO:
-            tools = tool_format_of(template)
+            told = TOOL_FORMATS[DEFAULT_TOOL_FORMAT]  # in the words of ``in_hermes_form``
+            tools = tool_format_of(template) if knows_tools(template) else told
         if names.reasoning == AUTO:
             reasoning = reasoning_format_of(template)
         return cls(template, tools, reasoning)
+
+    def unused(self, variables: TemplateVariables) -> list[str]:
+        """The fields none of whose variables the chat template has."""
+        return [
+            field
+            for field, names in variables.items()
+            if not any(name in self.template for name in names)
+        ]
 
     def prompts(self, request: ChatRequest) -> Sequence[Prompt]:
         """One conversation for the model's chat template."""
@@ -116,26 +127,28 @@ class ModelFormats:
         tools = _callable_tools(request)
         if tools and self.tools is None:
             raise invalid("tools", "must be left out; this gateway reads no calls")
-        wanted = request.wanted_output or {}
-        is_text = bool(wanted) and not wanted.keys() <= {"json_schema", "json_object"}
+        schema = _wanted_schema(request)
+        is_text = schema is None and request.wanted_output is not None
         if tools and is_text:
             raise invalid("structured_output", "with tools it must be a JSON schema")
         choice = request.tool_choice
         if isinstance(choice, dict):
             tools = tuple(one for one in tools if one.name == choice["function"]["name"])
-        marks = None if is_text else self.reasoning
+        variables = request.template_variables
+        is_off = is_text or is_switched_off(self.template, variables, request.told_texts)
+        marks = None if is_off else self.reasoning
         form = AnswerFormat(
             tool_format=self.tools or TOOL_FORMATS[DEFAULT_TOOL_FORMAT],
             tools=tools,
             needs_call=choice == "required" or isinstance(choice, dict),
             allows_several=request.parallel_tool_calls is not False
             and not isinstance(choice, dict),
-            schema=None if is_text or not wanted else wanted.get("json_schema", {"type": "object"}),
+            schema=schema,
             reasoning=marks,
             is_opened=marks is not None
             and request.add_generation_prompt is not False
             and not request.continue_final_message
-            and marks.is_opened(self.template, request.template_variables),
+            and marks.is_opened(self.template, variables),
         )
         if form.enforces_calls and _ONE_CALL in self.template:
             return replace(form, allows_several=False)
@@ -157,6 +170,16 @@ def _callable_tools(request: ChatRequest) -> tuple[Tool, ...]:
     )
 
 
+def _wanted_schema(request: ChatRequest) -> dict[str, Any] | None:
+    """The schema of the content; None: it has none, or another form, or one that is not valid."""
+    match request.wanted_output:
+        case {"json_schema": dict(schema), **others} if not others:
+            return schema
+        case {"json_object": True, **others} if not others:
+            return {"type": "object"}
+    return None
+
+
 def _definitions(request: ChatRequest) -> list[dict[str, Any]]:
     """The tools as the request has them."""
     return [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
@@ -174,7 +197,8 @@ class DescribedFormats:
     async def current(self) -> ModelFormats:
         """Raises ClientError: the server does not answer."""
         if self._formats is None or time.monotonic() - self._asked_s > _KEPT_S:
-            description = await self.client.describe()
-            self._formats = ModelFormats.of(description.chat_template or "", self.names)
+            model = await self.client.describe()
+            template = model.tool_template or model.chat_template or ""
+            self._formats = ModelFormats.of(template, self.names)
             self._asked_s = time.monotonic()
         return self._formats

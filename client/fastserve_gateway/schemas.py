@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
+from fastserve_client.message_text import joined_text
 from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
@@ -28,6 +29,8 @@ MAX_LOGIT_BIASES = 300
 MAX_TENANT_CHARS = 128
 """The server's limit. Names become labels of metrics before the server sees them."""
 MAX_LOGPROBS = 20
+"""The server's limit."""
+MAX_SESSION_ID_CHARS = 128
 """The server's limit."""
 MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
@@ -100,6 +103,7 @@ _OTHER_FORM = (
     "must be left out; response_format or structured_output says what an answer looks like"
 )
 _UNSUPPORTED = {
+    "tools": "must be empty or left out",  # of completions
     "functions": "must be empty or left out; tools takes its place",
     "function_call": "must be empty or left out; tool_choice takes its place",
     "suffix": "must be empty or left out",
@@ -149,6 +153,7 @@ class JSONSchema(StrictFields):
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
+ServiceTier = Literal["auto", "default", "priority", "flex"]
 TIER_PRIORITIES = {"auto": 0, "default": 0, "priority": -1, "flex": 1}
 """The priority of each of OpenAI's service tiers."""
 
@@ -188,8 +193,9 @@ class RequestBody(Body):
     model: str
     stream: bool | None = None
     priority: int | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _check_service_tier(self) -> RequestBody:
@@ -448,6 +454,11 @@ class ChatRequest(_GenerationRequest):
         }
         tools = unknown_tool_fields(self.tools or [])
         return [*super().unknown_fields(), *sorted(nested), *tools]
+
+    def told_texts(self) -> list[str]:
+        """What the model is told, in order."""
+        told = (one for one in self.messages if one["role"] in ("system", "user"))
+        return [joined_text(one["content"]) or "" for one in told]
 
     @property
     def template_variables(self) -> dict[str, Any]:

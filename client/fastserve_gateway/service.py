@@ -41,6 +41,7 @@ def service_options(body: RequestBody, headers: Headers, caller: Caller) -> Serv
         ttft_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TTFT_SLO_MS]),
         tpot_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TPOT_SLO_MS]),
         tenant=body.tenant if caller.tenant is None else caller.tenant,
+        session_id=body.session_id or headers.get(protocol.SESSION_HEADER),
     )
 
 

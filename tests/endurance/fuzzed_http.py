@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from random import Random
 
 from fastserve_client import protocol
+from fastserve_gateway.messages_schema import ConversationRequest, MessagesRequest
+from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 from fastserve_gateway.strict_fields import Body
 from fastserve_gateway.tokenization import DetokenizeRequest, TokenizeRequest
@@ -27,12 +29,18 @@ _OTHER_FIELDS = (
 SCHEMAS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": ConversationRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 REQUIRED = {
     "/v1/completions": ("model", "prompt"),
     "/v1/chat/completions": ("model", "messages"),
+    "/v1/responses": ("model", "input", "max_output_tokens"),
+    "/v1/messages": ("model", "messages", "max_tokens"),
+    "/v1/messages/count_tokens": ("model", "messages"),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }

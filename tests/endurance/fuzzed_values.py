@@ -115,10 +115,26 @@ _TOOLS = (
 )
 
 
+_ITEMS = (
+    *("text", "input_text", "image_url", "tool_use", "tool_result", "thinking"),
+    *("reasoning", "function_call", "function_call_output", "message"),
+)
+
+
+def _item(rng: Random) -> dict[str, Any]:
+    """An item, block or part of one of the APIs."""
+    names = ("call_id", "name", "arguments", "output", "id", "input", "tool_use_id", "content")
+    fields = {name: rng.choice((text, text, junk))(rng) for name in rng.choices(names, k=4)}
+    return {"type": rng.choice(_ITEMS), **fields}
+
+
+def _part(rng: Random) -> dict[str, Any]:
+    return {"type": "text", "text": text(rng)} if boolean(rng) else _item(rng)
+
+
 def _message(rng: Random) -> dict[str, Any]:
     message = {"role": rng.choice(("user", "user", "system", "assistant", "tool", "\0"))}
-    parts = [{"type": rng.choice(("text", "text", "image_url")), "text": text(rng)}]
-    message["content"] = text(rng) if rng.random() < 0.7 else parts
+    message["content"] = text(rng) if rng.random() < 0.7 else _some(_part, 1)(rng)
     if rng.random() < 0.2:
         message[rng.choice(("name", "tool_calls", "tool_call_id", "content", "refusal"))] = junk(
             rng
@@ -158,6 +174,16 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     "max_completion_tokens": _FEW,
     "response_format": _FORMATS,
     "top_logprobs": whole_number(0, 3),
+    "input": either(text, _some(either(_message, _item), 1)),
+    "max_output_tokens": _FEW,
+    "include": _one_of([], ["message.output_text.logprobs"]),
+    "reasoning": _one_of({}, {"effort": "low"}, {"effort": "none", "summary": "auto"}),
+    "text": lambda rng: {"format": _FORMATS(rng)},
+    "store": boolean,
+    "stop_sequences": _some(text),
+    "system": either(text, _some(_part)),
+    "thinking": _one_of({"type": "enabled", "budget_tokens": 9}, {"type": "disabled"}, {}),
+    "output_config": _one_of({}, {"format": {"type": "json_schema", "schema": _SCHEMA}}),
     "tokens": _TOKEN_IDS,
     protocol.RETURN_TOKEN_STRS: boolean,
     "echo": boolean,
@@ -189,11 +215,17 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     protocol.PROMPT_LOGPROBS: whole_number(0, 5),
     protocol.STRUCTURED_OUTPUT: _FORMS,
     protocol.TOOLS: _some(_one_of(*_TOOLS)),
+    "tool_choice": _one_of(
+        "auto", "none", "required", {"type": "function", "function": {"name": "f"}}
+    ),
+    "parallel_tool_calls": boolean,
+    "reasoning_effort": _one_of("low", "high"),
     protocol.CHAT_TEMPLATE_KWARGS: _one_of({}, {"enable_thinking": False}, {"messages": []}),
     **dict.fromkeys((protocol.ADD_GENERATION_PROMPT, protocol.CONTINUE_FINAL_MESSAGE), boolean),
     protocol.PRIORITY: whole_number(-3, 3),
     **dict.fromkeys((protocol.TTFT_SLO_MS, protocol.TPOT_SLO_MS), _between(1e-3, 1e9)),
     protocol.TENANT: _one_of("", "acme", "é" * 128),
+    protocol.SESSION_ID: _one_of("", "s1", "s2", "é" * 128),
     protocol.REQUEST_ID: text,
     protocol.SAMPLING_PARAMETERS: _sampling_parameters,
 }

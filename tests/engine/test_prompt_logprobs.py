@@ -11,6 +11,7 @@ import torch
 from fastserve_backend import LLM, Completion, SamplingParams
 from fastserve_backend.engine.request_checks import MAX_PROMPT_LOGPROBS
 from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.job import ServiceLevel
 from live_engine import small_engine
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
 from transformers import MistralConfig, MistralForCausalLM, OPTForCausalLM, PreTrainedModel
@@ -141,6 +142,18 @@ def test_the_prompt_is_computed_whole_and_then_others_need_not(
         if params.prompt_logprobs is not None:
             check(prompt, answer, reference)
     assert cached == [0, 0, 64]
+
+
+def test_a_turn_takes_nothing_from_its_session(llm: LLM, reference: OPTForCausalLM) -> None:
+    prompt = [13 * place % VOCAB_SIZE for place in range(4, 84)]
+    session = ServiceLevel(session_id="scored")
+    for params in (scoring(prompt_logprobs=None), scoring(), scoring(prompt_logprobs=None)):
+        (answer,) = llm.generate([prompt], params, service=session, progress=False)
+        prompt += answer.token_ids
+    assert answer.stats is not None
+    assert answer.stats.num_cached_tokens >= 80  # of the turn before
+    (answer,) = llm.generate([prompt], scoring(), service=session, progress=False)
+    check(prompt, answer, reference)
 
 
 def test_only_the_first_output_has_them(llm: LLM) -> None:

@@ -108,14 +108,16 @@ def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
     )
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/v1/models", "/chat/completions", "/live/x"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/v1/models", "/chat/completions", "/live/x"]
+)
 def test_who_asks_for_another_route_is_told_which_there_are(alone: TestClient, path: str) -> None:
     answer = alone.get(path)
     assert answer.status_code == 404
     reason, _, there_are = answer.json()["error"]["message"].partition("; there are ")
     assert reason == "no such route"
     found = re.findall(r"(GET|POST) (/v1/[\w/]+)", there_are)
-    assert len(found) == 3
+    assert len(found) == 5
     for method, route in found:
         assert alone.request(method, route).status_code in (200, 415)  # without a body
 

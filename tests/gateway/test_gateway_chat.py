@@ -170,7 +170,6 @@ def test_logprobs(client: OpenAI) -> None:
         ({"max_completion_tokens": 500}, "max_completion_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
@@ -261,7 +260,9 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     def here(text: str) -> str:
         return text.replace("http://127.0.0.1:9000", gateway.url)
 
-    python, form, service = examples("gateway.md", "python")
+    python, form, service, responses, messages = examples("gateway.md", "python")
+    assert output(sys.executable, "-c", here(responses)).startswith("completed The capital of")
+    assert "output_tokens=" in output(sys.executable, "-c", here(messages))
     assert output(sys.executable, "-c", here(service)).startswith("flex ")
     assert output(sys.executable, "-c", here(form)).startswith("city='Paris'")
     printed = output(sys.executable, "-c", here(python)).splitlines()

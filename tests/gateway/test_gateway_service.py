@@ -238,6 +238,7 @@ def test_an_objective_that_is_no_time(alone: TestClient, name: str, value: str) 
         ({"service_tier": "flex", "priority": 0}, "service_tier"),
         ({"tenant": 5}, "tenant"),
         ({"tenant": "a" * 129}, "tenant"),
+        ({"session_id": "a" * 129}, "session_id"),
     ],
 )
 def test_fields_that_are_wrong(alone: TestClient, fields: dict[str, Any], param: str) -> None:
@@ -251,6 +252,7 @@ def test_fields_that_are_wrong(alone: TestClient, fields: dict[str, Any], param:
         ({"priority": 2**40}, {}, "priority"),
         ({}, {"x-slo-ttft-ms": "1e10"}, "x-slo-ttft-ms"),
         ({"tenant": "a\nb"}, {}, "tenant"),
+        ({}, {"x-session-id": "a" * 129}, "session_id"),
     ],
 )
 def test_what_the_server_refuses_has_the_name_that_the_client_knows(

@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from anthropic import Anthropic
 from byte_tokenizer import NUM_BYTE_TOKENS, save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from openai import OpenAI
@@ -245,13 +246,10 @@ def test_unknown_fields_of_tools_are_named(client: OpenAI) -> None:
 
 
 def test_an_unknown_format_keeps_the_gateway_from_starting() -> None:
-    for flag, known in (("--tool-format", "hermes"), ("--reasoning-format", "think")):
-        done = subprocess.run(
-            [*COMMAND, "--port", "0", flag, "other"], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 1
-        assert "got 'other'" in done.stderr
-        assert known in done.stderr
+    command = [*COMMAND, "--port", "0", "--tool-format", "other"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "tool_format: got 'other'; must be one of auto, none, harmony" in done.stderr
 
 
 def test_the_example_of_the_documentation(gateway: RunningGateway) -> None:
@@ -263,3 +261,38 @@ def test_the_example_of_the_documentation(gateway: RunningGateway) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert "get_weather" in done.stdout
+
+
+def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGateway) -> None:
+    ending = {"logit_bias": {str(END_OF_THOUGHT): 3.0}, "seed": 3}
+    response = client.responses.create(
+        model="fastserve",
+        input=ASKED[0]["content"],
+        tools=[{"type": "function", **WEATHER}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+        extra_body=ending,
+    )
+    reasoning, call = response.output
+    assert (reasoning.type, call.type) == ("reasoning", "function_call")
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    num_thought = response.usage.output_tokens_details.reasoning_tokens
+    assert num_thought > 0
+    with (
+        Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as other,
+        other.messages.stream(
+            model="fastserve",
+            messages=ASKED,
+            tools=[{"name": WEATHER["name"], "input_schema": SCHEMA}],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_tokens=300,
+            extra_body=ending,
+        ) as stream,
+    ):
+        message = stream.get_final_message()
+    thinking, use = message.content
+    assert thinking.thinking == reasoning.content[0].text
+    assert use.input == json.loads(call.arguments)
+    assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens_details.thinking_tokens == num_thought

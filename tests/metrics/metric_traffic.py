@@ -16,6 +16,7 @@ BLOCK_SIZE = 16
 DEVICE_BLOCKS = 120
 MAX_NUM_SEQS = 4
 TENANT = 'the "acme" é'
+FIRST_TURN_TOKENS = 30  # of the session with two turns
 """Of one request with a prompt of three tokens and one token of output."""
 # No first token comes as soon as the one, and a token a minute is slower than any machine here.
 TTFT_SLO_MS, TPOT_SLO_MS = 0.001, 60e3
@@ -101,6 +102,12 @@ def drive(endpoints: Endpoints) -> Traffic:
         stream.first_token()
     for stream in cancelled:
         stream.cancel()
+
+    turn = prompt(FIRST_TURN_TOKENS)
+    lengths.append(generate(url, input_ids=turn, max_tokens=1, session_id="s", **flags))
+    turn += [*lengths[-1].token_ids, 5]
+    lengths.append(generate(url, input_ids=turn, max_tokens=1, session_id="s", **flags))
+    sent += len(turn)
 
     refused = [generate(url, text_input="a", max_tokens=number) for number in (0, -1, 10**6)]
     assert all(answer.error is not None for answer in refused)

@@ -11,6 +11,7 @@ from fastserve_client import protocol
 from metric_traffic import (
     BLOCK_SIZE,
     DEVICE_BLOCKS,
+    FIRST_TURN_TOKENS,
     MAX_NUM_SEQS,
     PROMPT_TOKENS,
     TENANT,
@@ -90,6 +91,15 @@ def test_tokens_are_counted_for_their_tenants(traffic: Traffic) -> None:
     assert traffic.after.total(name) == sum(
         traffic.after.value(f"fastserve_{kind}_tokens_total") for kind in ("prompt", "generation")
     )
+
+
+def test_tokens_of_sessions_are_counted_by_whether_their_kv_was_held(traffic: Traffic) -> None:
+    name = "fastserve_session_tokens_total"
+    assert traffic.grown(name, kv="held") == FIRST_TURN_TOKENS
+    assert traffic.grown(name, kv="missing") == FIRST_TURN_TOKENS + 2
+    assert traffic.after.value("fastserve_sessions_held") == 1
+    blocks = -(-(FIRST_TURN_TOKENS + 2) // BLOCK_SIZE)
+    assert traffic.after.value("fastserve_session_blocks", tier="device") == blocks
 
 
 def test_completed_jobs_keep_or_miss_the_servers_objectives(traffic: Traffic) -> None:

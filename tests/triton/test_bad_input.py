@@ -171,6 +171,7 @@ CASES = [
     tensor("tenant", "a\nb", "a line break"),
     tensor("tenant", b"\xff", "invalid UTF-8"),
     tensor("tenant", "x" * 129, "too long"),
+    tensor("session_id", "x" * 129, "too long"),
     in_object("priority", 2**40),
     in_object("priority", 0.5),
     in_object("priority", "high"),
@@ -183,6 +184,7 @@ CASES = [
     as_parameter("ttft_slo_ms", "nan"),
     as_parameter("tpot_slo_ms", 0),
     as_parameter("tenant", "\x7f"),
+    as_parameter("session_id", "\x7f"),
     # sampling_parameters.
     raw_object("{", "not JSON"),
     raw_object("[1]", "a list"),

@@ -181,10 +181,10 @@ def chat_command(endpoints: Endpoints, *flags: str) -> list[str]:
 
 
 def chat_through_pipes(
-    endpoints: Endpoints, text: str, max_tokens: int
+    endpoints: Endpoints, text: str, max_tokens: int, *flags: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        chat_command(endpoints, "--max-tokens", str(max_tokens)),
+        chat_command(endpoints, "--max-tokens", str(max_tokens), *flags),
         input=text,
         capture_output=True,
         text=True,
@@ -249,6 +249,20 @@ def terminal(command: list[str]) -> Iterator[Terminal]:
         finally:
             process.kill()
             os.close(screen)
+
+
+def test_the_embedded_model_calls_the_demos_tools(chat_endpoints: Endpoints) -> None:
+    text = f"What is 12 * 34?\nWhat time is it?\n{CAPITAL}\n"
+    done = chat_through_pipes(chat_endpoints, text, 40, "--tools", "demo")
+    product, clock, capital = done.stdout.splitlines()
+    assert "408" in product
+    assert time.strftime("%A") in clock
+    assert "Paris" in capital
+    calls = done.stderr.splitlines()
+    assert calls[0] == "[calculator: 12 * 34 = 408]"
+    assert calls[1].startswith("[clock: ")
+    assert len(calls) == 2
+    assert done.returncode == 0
 
 
 def test_chat_remembers_and_ctrl_c_stops_only_the_answer(

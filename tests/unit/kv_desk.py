@@ -9,6 +9,7 @@ from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import Round
+from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
@@ -53,7 +54,10 @@ class Desk:
             num_blocks, num_host_blocks, 16, incremental=incremental, kinds=kinds
         )
         costs = SwapCosts(times, 100, link)
-        self.manager = KVManager(self.tiers, self, config, costs, self.counters)
+        self.history = SessionHistory(config.session_ttl_s, times, inherits_age=False)
+        self.manager = KVManager(
+            self.tiers, self, config, costs, self.counters, history=self.history
+        )
         self.now = 0.0
         self.known: dict[int, Job] = {}
         self.starving: set[int] = set()

@@ -14,6 +14,7 @@ from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
@@ -177,8 +178,10 @@ class Rig:
         masks: DelayedMasks | None = None,
         kinds: Sequence[LayerKind] = ONE_GROUP,
         rotary_switch: int | None = None,
+        history: SessionHistory | None = None,
     ) -> None:
         self.masks = masks
+        self.history = history
         self.rotary_switch = rotary_switch
         self.kinds = kinds
         self.clock = VirtualClock()
@@ -203,7 +206,15 @@ class Rig:
         self.predict_s = lambda step: model.iteration_s(IterationLoad.of_step(step))
         self.loop = StepLoop(
             policy,
-            KVManager(tiers, policy, kv_cache, costs, self.counters, rotary_switch=rotary_switch),
+            KVManager(
+                tiers,
+                policy,
+                kv_cache,
+                costs,
+                self.counters,
+                rotary_switch=rotary_switch,
+                history=history,
+            ),
             self.executor,
             self.delivery,
             self.clock,

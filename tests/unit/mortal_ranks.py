@@ -14,6 +14,7 @@ from fastserve_backend.engine.delivery import TextDelivery
 from fastserve_backend.errors import EngineError
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
@@ -108,6 +109,7 @@ class RecoveringRig(Rig):
         copy_fails: Callable[[], bool] = lambda: False,
         kinds: Sequence[LayerKind] = ONE_GROUP,
         rotary_switch: int | None = None,
+        history: SessionHistory | None = None,
     ) -> None:
         self.lives = lives
         self.copy_fails = copy_fails
@@ -125,6 +127,7 @@ class RecoveringRig(Rig):
             masks=masks,
             kinds=kinds,
             rotary_switch=rotary_switch,
+            history=history,
         )
 
     def make_delivery(self) -> TextDelivery:
@@ -153,6 +156,7 @@ class RecoveringRig(Rig):
             costs,
             self.counters,
             rotary_switch=self.rotary_switch,
+            history=self.history,
         )
 
     def run_cycle(self, count: int = 1) -> float:

@@ -161,6 +161,8 @@ def test_reasoning_comes_before_what_a_schema_describes(compiler: Compiler, name
         assert is_allowed(compiler, form, before + call)
         assert not is_allowed(compiler, form, f"{before}Hi")
         assert is_allowed(compiler, form, content) != is_opened
+        if marks.not_inside:
+            assert not is_allowed(compiler, form, f"{marks.open}<|channel|>{thought}{content}")
         found = read_in_pieces(form.reader, before + content)
         assert (found.reasoning, found.content) == ("Is it {}?\n <b>", '{"city": "Paris"}')
         assert calls_of(form, before + call) == [("get_weather", '{"city": "Paris"}')]

@@ -77,6 +77,7 @@ def test_what_models_write(name: str) -> None:
          [{"text": "it's ]) a", "deep": [{"x": [True, False]}]}]),
         ("<|python_start|>[f()]<|python_end|>", [{}]),
         ("[f(n=2**9)]", None),
+        ("f(n=1)", None),
         ("[f(1)]", None),
         ("[f(n=g())]", None),
         ("[1, 2]", None),
@@ -91,6 +92,16 @@ def test_calls_in_python(text: str, calls: list[object] | None) -> None:
         assert [(one, json.loads(arguments)) for one, arguments in found.calls] == [
             ("f", one) for one in calls
         ]
+
+
+def test_calls_on_lines() -> None:
+    text = 'So:\n<function_calls>f(text="a\\n)", n=1)\nf()\n</function_calls>'
+    found = read(free("olmo3"), text)
+    assert found.pieces[0] == ("content", "So:")
+    assert [json.loads(one) for _, one in found.calls] == [{"text": "a\n)", "n": 1}, {}]
+    for wrong in ("x = 1", "f() or f()", "import os", "f(", ""):
+        text = f"<function_calls>{wrong}</function_calls>"
+        assert read(free("olmo3"), text).pieces == [("content", text)]
 
 
 def test_calls_in_xml() -> None:
@@ -119,6 +130,7 @@ def test_calls_in_xml() -> None:
         '<tool_call>\n{"name": "f"}\n</tool_call>',
         "<tool_call>" + "[" * 5000 + "]" * 5000,
         "a <tool_ca",
+        "<tool_call>" + " " * 1000,
         " \n ",
     ],
 )
@@ -181,6 +193,10 @@ def test_channels() -> None:
         ("reasoning", "Need it."), ("content", "I look it up."), ("f", '{"n": 1}'),
     ]  # fmt: skip
     assert read(form, "<|channel|>final<|message|>Hi").pieces == [("content", "Hi")]
+    text = text.replace("1}", '"<|end|>{"} ')
+    for enforced in (False, True):
+        form = free("harmony", reasoning=REASONING_FORMATS["harmony"], needs_call=enforced)
+        assert read(form, *text).calls == [("f", '{"n": "<|end|>{"}')]
     other = "<|channel|>commentary to=functions.other<|message|>{}"
     assert read(form, other).pieces == [("content", other)]
 
@@ -236,6 +252,7 @@ def test_how_a_text_is_cut_does_not_matter(
         ("llama3_json", '\'{"name": "\' + name + \'", "parameters": \''),
         ("harmony", '"<|channel|>commentary json<|message|>"'),
         ("hermes", "{% if tools %}{{ tools }}{% endif %}"),
+        ("olmo3", "'<function_calls>' + name + '('"),
     ],
 )
 def test_a_template_tells_the_format_of_calls(name: str, source: str) -> None:
@@ -247,6 +264,8 @@ _QWEN_3 = """{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 _OPENED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 _SWITCHED = """{% if add_generation_prompt %}{% if enable_thinking is false %}
 {{ '<think>\\n\\n</think>' }}{% else %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
+_ONLY_ASKED = """{% if add_generation_prompt %}{% if enable_thinking is true %}{{ '<think>' }}
+{%- endif %}{% endif %}"""
 _DEEPSEEK = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}
 {% if add_generation_prompt %}{% if thinking %}{{'<think>'}}{% else %}{{'</think>'}}{% endif %}"""
 
@@ -257,11 +276,15 @@ _DEEPSEEK = """{% if not thinking is defined %}{% set thinking = false %}{% endi
         (_QWEN_3, {}, False),
         (_QWEN_3, {"enable_thinking": False}, False),
         (_OPENED, {}, True),
+        ("{% if add_generation_prompt %}\n<|assistant|><think>\n{% endif %}", {}, True),
         (_SWITCHED, {}, True),
         (_SWITCHED, {"enable_thinking": False}, False),
         (_DEEPSEEK, {}, False),
         (_DEEPSEEK, {"thinking": True}, True),
+        (_DEEPSEEK + "{{ enable_thinking }}", {"enable_thinking": True}, True),
         ("{{ '<think>' }}", {}, False),
+        (_ONLY_ASKED, {}, False),
+        (_ONLY_ASKED, {"enable_thinking": True}, True),
     ],
 )
 def test_a_template_tells_whether_it_opens_the_reasoning(

@@ -472,3 +472,16 @@ def test_a_prefill_that_has_one_token_left_has_begun() -> None:
     walk = gittins.walk(1.0, ())
     walk.skip(Place.NOWHERE)
     assert list(walk) == [job]
+
+
+def test_a_turn_is_as_old_as_its_session() -> None:
+    gittins = policy()
+    teach(gittins, [*range(1, 10), 40, 60] * 4)  # whoever has run long will run long
+    old, new = make_job(0, 1), make_job(1, 1)
+    old.session_tokens = 20
+    for job in (old, new):
+        gittins.add(job, 0.0)
+    assert by_priority(gittins, [old, new]) == [new, old]
+    iterate(gittins, 0.0)
+    old.output_ids.extend([7] * (2 * MAX_TOKENS))  # a session may be longer than a job
+    finish(gittins, old)

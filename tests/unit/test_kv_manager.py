@@ -59,7 +59,7 @@ def test_a_released_job_leaves_nothing_behind(strategy: str) -> None:
     jobs = jobs_of(30, 30, 30, max_tokens=2)
     desk.run(*jobs)
     for job in jobs:
-        desk.manager.release(job)
+        desk.manager.release(job, desk.now)
     assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
     assert desk.manager.num_away == 0
     again = make_job(9, 90, max_tokens=2)
@@ -109,7 +109,7 @@ def test_while_a_job_waits_for_blocks_in_flight_nobody_else_gets_new_ones() -> N
     desk.run(decoding, flying)
     assert desk.offer(urgent, decoding, newcomer, in_flight=[flying]) == [decoding]
     assert desk.tiers.device.num_free == 1
-    desk.manager.release(flying)
+    desk.manager.release(flying, desk.now)
     # The newcomer does not get the remaining block: ``decoding`` waits for two.
     assert desk.offer(urgent, decoding, newcomer) == [urgent]
     assert decoding.num_computed == 0
@@ -135,7 +135,7 @@ def test_a_new_job_waits_until_its_longest_kv_is_free() -> None:
         for job in (first, second):
             run_iteration(job)
         assert desk.offer(first, second, third) == [first, second]
-    desk.manager.release(first)
+    desk.manager.release(first, desk.now)
     assert desk.offer(second, third) == [second, third]
     assert desk.counters.recomputed_jobs == 0
 
@@ -192,14 +192,14 @@ def test_the_most_urgent_runs_at_last(
     for _ in range(4):
         if strategy == "defer":  # nobody loses blocks: the jobs before it have to end
             for job in others:
-                desk.manager.release(job)
+                desk.manager.release(job, desk.now)
         if first in desk.offer(first, *others):
             break
         desk.end_copies()
     else:
         raise AssertionError("the most urgent job waits for ever")
     for job in jobs:
-        desk.manager.release(job)
+        desk.manager.release(job, desk.now)
     desk.end_copies()
     assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
     assert TransferKind.SWAP_IN not in [transfer.kind for transfer in desk.tiers.transfers()]

@@ -28,8 +28,8 @@ def test_the_last_to_run_is_swapped_out_and_back(strategy: str) -> None:
     desk.end_copies()
     assert desk.offer(urgent, middle) == [urgent, middle]
     run_iteration(urgent)
-    desk.manager.release(urgent)
-    desk.manager.release(middle)
+    desk.manager.release(urgent, desk.now)
+    desk.manager.release(middle, desk.now)
     assert desk.offer(least) == []
     assert desk.kinds() == [(2, "swap_in")]
     desk.end_copies()
@@ -187,7 +187,7 @@ def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
 
 def test_a_job_that_ends_during_its_copy_is_forgotten_after_it() -> None:
     desk, urgent, least = leaving()
-    desk.manager.release(least)
+    desk.manager.release(least, desk.now)
     assert desk.offer(urgent) == []
     desk.end_copies()
     assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
@@ -211,7 +211,7 @@ def test_jobs_for_whom_no_room_is_coming_do_not_make_others_wait() -> None:
     assert desk.offer(blocker) == []
     desk.end_copies()
     desk.run(blocker)
-    desk.manager.release(blocker)
+    desk.manager.release(blocker, desk.now)
     running, least = [make_job(n, 200) for n in range(4)], make_job(99, 120)
     desk.run(*running, least)
     # Eight blocks leave: four for the urgent job, and two for each of two jobs.
@@ -275,8 +275,8 @@ def test_the_next_to_run_returns_before_it_is_offered() -> None:
     assert desk.kinds() == [(4, "swap_out")]
     desk.end_copies()
     desk.run(jobs[0])
-    desk.manager.release(jobs[0])
-    desk.manager.release(jobs[1])
+    desk.manager.release(jobs[0], desk.now)
+    desk.manager.release(jobs[1], desk.now)
     desk.offer(jobs[2])
     assert desk.kinds() == [(4, "swap_in")]
     desk.end_copies()
@@ -292,11 +292,11 @@ def test_a_job_at_the_border_does_not_leave_and_return() -> None:
     assert desk.kinds() == [(10, "swap_out")]
     desk.end_copies()
     desk.run(jobs[0])
-    desk.manager.release(jobs[0])
+    desk.manager.release(jobs[0], desk.now)
     # There is room for the last one, but it would be the next to leave.
     desk.offer_until_copies_begin(*jobs[1:3])
     assert desk.begun == []
-    desk.manager.release(jobs[1])
+    desk.manager.release(jobs[1], desk.now)
     desk.offer(*jobs[2:4])
     assert desk.kinds() == [(10, "swap_in")]
 
@@ -326,7 +326,7 @@ def test_at_most_two_jobs_return_at_once() -> None:
     desk.offer(whole)
     desk.end_copies()
     desk.run(whole)
-    desk.manager.release(whole)
+    desk.manager.release(whole, desk.now)
     desk.offer()
     assert desk.kinds() == [(0, "swap_in"), (1, "swap_in")]
     desk.offer()

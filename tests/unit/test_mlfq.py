@@ -396,3 +396,12 @@ def test_enst_of_a_job_that_starves_soon_is_the_time_until_then() -> None:
     enst = policy.next_run_estimate(7.0)
     assert enst(last)[0] == 3.0
     assert policy.next_run_estimate(12.0)(last)[0] == 0.0
+
+
+def test_a_turn_joins_the_queue_to_which_its_session_has_sunk() -> None:
+    policy = skip_join()  # quanta of 1, 2, 4, … s
+    for number, (session_s, level) in enumerate([(0.0, 1), (2.9, 1), (3.0, 2), (7.0, 3), (1e9, 6)]):
+        job = make_job(number, 2)
+        job.session_s = session_s
+        policy.add(job, 0.0)
+        assert job.queue_level == level

@@ -74,7 +74,7 @@ def desk_of(num_blocks: int, num_host_blocks: int = 100, **kv_cache: object) -> 
 
 def end(desk: Desk, job: Job, reason: FinishReason = FinishReason.STOP) -> None:
     job.finish_reason = reason
-    desk.manager.release(job)
+    desk.manager.release(job, desk.now)
 
 
 def arrive(desk: Desk, number: int, prompt_len: int) -> Job:

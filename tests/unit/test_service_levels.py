@@ -55,6 +55,8 @@ _TENANTS = "must be text of at most 128 printable characters$"
         ({"tenant": "a\x85b"}, f"^tenant: got .*; {_TENANTS}"),
         ({"tenant": "\ud800"}, f"^tenant: got .*; {_TENANTS}"),
         ({"tenant": None}, f"^tenant: got None; {_TENANTS}"),
+        ({"session_id": "a" * 129}, f"^session_id: got 'aaa.*; {_TENANTS}"),
+        ({"session_id": "a\nb"}, f"^session_id: got .*; {_TENANTS}"),
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ def kept_in_part(desk: Desk) -> None:
     earlier.prompt_ids = earlier.prompt_ids[:32] + array("i", [7])
     desk.run(first)
     desk.run(earlier)
-    desk.manager.release(earlier)
+    desk.manager.release(earlier, desk.now)
 
 
 def copied(desk: Desk) -> tuple[list[int], list[int]]:
@@ -61,7 +61,7 @@ def test_the_copy_of_a_job_is_a_source_too() -> None:
     first, second, third = make_job(0, 70), make_job(1, 70), make_job(2, 70)
     desk.run_first(first, second)
     desk.run(second)
-    desk.manager.release(first)
+    desk.manager.release(first, desk.now)
     desk.tiers.device.grow(9, 16 * desk.tiers.device.num_free)  # nothing is kept
     desk.tiers.device.release(9)
     desk.manager.on_arrival(third, desk.now)
@@ -74,7 +74,7 @@ def test_what_a_job_that_goes_first_has_recalled_is_not_computed_by_the_next() -
     desk = desk_of(20)
     earlier, first, second = make_job(0, 65), make_job(1, 65), make_job(2, 65)
     desk.run(earlier)
-    desk.manager.release(earlier)
+    desk.manager.release(earlier, desk.now)
     desk.manager.on_arrival(first, desk.now)
     desk.manager.on_arrival(second, desk.now)
     assert (first.num_ready, second.num_ready) == (64, 64)
@@ -146,7 +146,7 @@ def test_of_a_step_that_is_not_sent_nothing_is_copied_or_counted() -> None:
         assert desk.offer(second) == [second]
         assert (second.num_shared, len(copied(desk)[0])) == (48, 3)
     assert desk.counters.prefix_cached_tokens == 0
-    desk.manager.release(first)
+    desk.manager.release(first, desk.now)
     desk.manager.start_round(9.0, set())
     assert second.num_ready == 0
     assert desk.tiers.device.num_held(first.number) == 0
@@ -181,7 +181,7 @@ def test_nobody_leaves_for_what_a_source_that_ended_will_free(
     assert desk.offer(second) == [second]
     desk.send(second)
     copies = desk.copies
-    desk.manager.release(source)
+    desk.manager.release(source, desk.now)
     going_on = [second] if is_ahead else None
     assert desk.offer(urgent, in_flight=[second], going_on=going_on) == []
     assert (desk.held(source, idle), desk.begun) == ([4, 4], [])
@@ -215,7 +215,7 @@ def test_a_source_that_ends_frees_its_blocks_when_they_are_copied(with_write_bac
     assert [one.sources for one in copies] == [{0}, {0}]
     if with_write_back:
         desk.tiers.write_back(source.number, 64, 2)
-    desk.manager.release(source)
+    desk.manager.release(source, desk.now)
     for one in copies:
         assert desk.held(source) == [4]
         desk.manager.on_step_finished(one)
@@ -241,7 +241,7 @@ def test_a_job_is_a_source_when_it_is_back_if_its_kv_is_as_it_was(host_dtype: st
     desk.manager.on_arrival(second, desk.now)
     assert second.num_shared == 0
     desk.end_copies()
-    desk.manager.release(urgent)
+    desk.manager.release(urgent, desk.now)
     desk.offer(source)
     assert desk.kinds() == [(1, "swap_in")]
     desk.manager.on_arrival(second, desk.now)
@@ -265,7 +265,7 @@ def test_what_a_job_was_to_copy_before_it_was_swapped_out_it_computes(strategy: 
     assert desk.offer(urgent) == []
     assert desk.kinds() == [(5, "swap_out")]
     desk.end_copies()
-    desk.manager.release(first)
+    desk.manager.release(first, desk.now)
     assert desk.offer(job) == []
     desk.end_copies()
     assert desk.offer(job) == [job]
@@ -297,7 +297,7 @@ def test_a_job_that_begins_with_one_token_is_a_source_at_the_second_try_too() ->
     desk = desk_of(20)
     earlier, first, second = make_job(0, 65), make_job(1, 65), make_job(2, 65)
     desk.run(earlier)
-    desk.manager.release(earlier)
+    desk.manager.release(earlier, desk.now)
     assert desk.offer(first) == [first]
     desk.run(first)
     assert desk.offer(second) == [second]

@@ -30,7 +30,7 @@ def prefill(desk: Desk, job: Job, chunk: int) -> None:
 
 def end(desk: Desk, job: Job) -> None:
     job.finish_reason = FinishReason.STOP
-    desk.manager.release(job)
+    desk.manager.release(job, desk.now)
 
 
 def test_a_job_ten_windows_long_holds_a_window_of_the_windowed_groups() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from fastserve_client.endpoint import DEFAULT_URL
@@ -167,6 +167,10 @@ def chat(
     ttft_slo_ms: _TtftSlo = None,
     tpot_slo_ms: _TpotSlo = None,
     tenant: _Tenant = None,
+    tools: Annotated[
+        Literal["demo"] | None,
+        typer.Option(help="demo: the model may call a calculator and a clock."),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Give an answer up after so many seconds.")
     ] = None,
@@ -181,6 +185,7 @@ def chat(
         url=url,
         system=system,
         timeout_s=timeout,
+        demo_tools=tools == "demo",
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -231,6 +236,12 @@ def gateway(
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
     ] = 128,
+    response_store_mib: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Memory for responses that others may continue; without it none are kept."
+        ),
+    ] = 0,
     keep_alive_s: Annotated[
         int,
         typer.Option(
@@ -246,7 +257,8 @@ def gateway(
         str, typer.Option(help="How the model marks its reasoning; auto: by its chat template.")
     ] = "auto",
 ) -> None:
-    """OpenAI's HTTP API in front of a running server: completions, chat, models.
+    """OpenAI's HTTP API in front of a running server: completions, chat, responses, models. Also
+    Anthropic's messages.
 
     Listens on http://HOST:PORT/v1 until SIGTERM or Ctrl-C; GET /health and /metrics are there too.
     """
@@ -266,6 +278,7 @@ def gateway(
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
+        max_stored_bytes=response_store_mib << 20,
         formats=FormatNames(tool_format, reasoning_format),
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)

@@ -36,6 +36,7 @@ from fastserve_backend.grammars.client import GrammarClient
 from fastserve_backend.grammars.messages import FromGrammars, Vocabulary
 from fastserve_backend.job import DEFAULT_SERVICE, FinishReason, Job, OutputSink, ServiceLevel
 from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings
@@ -144,6 +145,11 @@ class Engine:
                 self.model_config.max_model_len,
                 self.model_config.rotary_switch,
                 weights if config.tenants.fair_shares else None,
+                SessionHistory(
+                    config.kv_cache.session_ttl_s,
+                    self.profile,
+                    inherits_age=config.scheduler.session_age,
+                ),
             )
             self._loop = self._setup.make_loop(
                 ranks.memory,

@@ -12,6 +12,7 @@ from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
@@ -59,6 +60,8 @@ class LoopSetup:
     """Of the model."""
     weights: Mapping[str, float] | None = field(default_factory=dict)
     """Of tenants, as for ``make_policy``."""
+    sessions: SessionHistory | None = None
+    """Outlives the ranks. None: nothing is held for sessions."""
 
     def make_kv(self, memory: KVMemory, policy: Policy) -> KVManager:
         """A KV manager for ranks on which no job has KV."""
@@ -72,7 +75,13 @@ class LoopSetup:
         )
         costs = SwapCosts(self.latency, memory.block_bytes, memory.link)
         return KVManager(
-            tiers, policy, self.kv_cache, costs, self.counters, rotary_switch=self.rotary_switch
+            tiers,
+            policy,
+            self.kv_cache,
+            costs,
+            self.counters,
+            rotary_switch=self.rotary_switch,
+            history=self.sessions,
         )
 
     def make_loop(

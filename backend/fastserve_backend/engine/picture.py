@@ -35,7 +35,7 @@ def take_picture(
     Args:
         now: seconds of the engine's clock.
     """
-    policy, tiers = loop.policy, loop.kv.tiers
+    policy, tiers, held = loop.policy, loop.kv.tiers, loop.kv.tiers.held
     running = [job for job in loop.jobs if job.state is _RUNNING]
     others = (job for job in loop.jobs if job.state is not _RUNNING)
     listed = islice(chain(running, others), MAX_LISTED_JOBS)
@@ -49,8 +49,8 @@ def take_picture(
         waiting=len(loop.jobs) - len(running),
         swapped=loop.kv.num_away,
         block_size=tiers.device.block_size,
-        device=TierState(tiers.device.num_used, tiers.device.num_blocks),
-        host=TierState(tiers.host.num_used, tiers.host.num_blocks),
+        device=TierState(tiers.device.num_used - held.device, tiers.device.num_blocks),
+        host=TierState(tiers.host.num_used - held.idle_host, tiers.host.num_blocks),
         totals=Totals(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -76,7 +76,7 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         num_unfinished: accepted jobs that have not ended, also those not in the loop yet.
     """
     policy, kv, num_running = loop.policy, loop.kv, loop.jobs.num_running
-    device, host = kv.tiers.device, kv.tiers.host
+    device, host, held = kv.tiers.device, kv.tiers.host, kv.tiers.held
     return EngineSnapshot(
         running=num_running,
         waiting=max(0, num_unfinished - num_running),
@@ -86,9 +86,12 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         priority_jobs=loop.jobs.count_by_priority(),
         swapped=kv.num_away,
         num_blocks=device.num_blocks,
-        free_blocks=device.num_free,
+        free_blocks=device.num_free + held.device,
         num_host_blocks=host.num_blocks,
-        free_host_blocks=host.num_free,
+        free_host_blocks=host.num_free + held.idle_host,
+        sessions_held=kv.num_sessions_held,
+        held_blocks=held.device,
+        held_host_blocks=held.idle_host,
     )
 
 

@@ -8,8 +8,8 @@ from fastserve_backend.config import MAX_MS, EngineConfig
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import ServiceLevel
 
-# Names go to metrics and the live view.
-MAX_TENANT_CHARS = 128
+# Names of tenants go to metrics and the live view. Ids of sessions are kept.
+MAX_NAME_CHARS = 128
 
 
 def resolve_service(wanted: ServiceLevel, config: EngineConfig) -> ServiceLevel:
@@ -22,7 +22,8 @@ def resolve_service(wanted: ServiceLevel, config: EngineConfig) -> ServiceLevel:
     _check_priority(wanted.priority, config)
     _check_objective(protocol.TTFT_SLO_MS, wanted.ttft_slo_s)
     _check_objective(protocol.TPOT_SLO_MS, wanted.tpot_slo_s)
-    _check_tenant(wanted.tenant)
+    _check_name(protocol.TENANT, wanted.tenant)
+    _check_name(protocol.SESSION_ID, wanted.session_id)
     scheduler = config.scheduler
     return wanted.with_default_objectives(scheduler.ttft_slo_ms, scheduler.tpot_slo_ms)
 
@@ -46,7 +47,7 @@ def _check_objective(field: str, seconds: object) -> None:
         raise InvalidRequestError(field, round(seconds * 1000, 9), allowed)
 
 
-def _check_tenant(tenant: object) -> None:
-    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
-        allowed = f"must be text of at most {MAX_TENANT_CHARS} printable characters"
-        raise InvalidRequestError(protocol.TENANT, tenant, allowed)
+def _check_name(field: str, name: object) -> None:
+    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        allowed = f"must be text of at most {MAX_NAME_CHARS} printable characters"
+        raise InvalidRequestError(field, name, allowed)

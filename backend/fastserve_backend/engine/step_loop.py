@@ -113,8 +113,9 @@ class StepLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a cycle would do nothing: every job waits for a mask, and no result is due."""
-        return self._work.is_empty and self.jobs.are_idle
+        """Whether a cycle would do nothing: every job waits for a mask, no result is due, and no KV
+        is to be copied."""
+        return self._work.is_empty and self.jobs.are_idle and not self.kv.wants_round
 
     @property
     def mask_wait_s(self) -> float:
@@ -187,7 +188,7 @@ class StepLoop:
 
         None: no job may run before copies, or the running step, have ended.
         """
-        if not self.jobs:
+        if not self.jobs and not self.kv.wants_round:
             return NextStep([], PrefixCopies())
         if self.kv.holds_steps:
             return None
@@ -197,7 +198,7 @@ class StepLoop:
         if going_on is not None:
             in_flight -= going_on
         # Passed over like jobs of unfinished steps.
-        in_flight |= self._masked.waiting | self.kv.restarting
+        in_flight |= self._masked.waiting | self.kv.not_ready
         jobs = self.policy.walk(now, in_flight)
         limits = self.policy.limits_for(now, self.jobs.num_without_token, self._num_decodes)
         batch = fill_batch(jobs, limits, in_flight, kv_round)

@@ -194,9 +194,10 @@ class UnfinishedJobs:
             self.release(job)
 
     def release(self, job: Job) -> None:
-        """The job has ended, and no unfinished step runs it: free its blocks."""
+        """The job has ended, and no unfinished step runs it: free its blocks, or hold them for its
+        session."""
         self._policy.remove(job)
-        self.kv.release(job)
+        self.kv.release(job, self._clock.now())
 
     # --- The ranks are replaced ---------------------------------------------------------------
 

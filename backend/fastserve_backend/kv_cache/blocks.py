@@ -205,6 +205,13 @@ class BlockPool:
             self._tables[job_number] = tables
             self._firsts[job_number] = [part.start for part in parts]
 
+    def hand_over(self, job_number: int, heir: int) -> None:
+        """Give a job's blocks, if it has any, to a job without blocks."""
+        assert heir not in self._tables, f"job {heir} has blocks"
+        if job_number in self._tables:
+            self._tables[heir] = self._tables.pop(job_number)
+            self._firsts[heir] = self._firsts.pop(job_number)
+
     def is_kept(self, key: bytes, kind: int = 0) -> bool:
         """Whether each group of the kind has a kept block with this key."""
         num_groups = self.kinds[kind].num_groups

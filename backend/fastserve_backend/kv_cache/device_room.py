@@ -9,6 +9,7 @@ from fastserve_backend.config import SwapStrategy
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.holders import Holders, RoundState, RunningOrder
 from fastserve_backend.kv_cache.prefixes import Prefixes
+from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
@@ -28,6 +29,7 @@ class RoomParts:
     prefixes: Prefixes
     holders: Holders
     swapping: Swapping
+    sessions: HeldSessions
     order: RunningOrder
     counters: EngineCounters
 
@@ -61,9 +63,10 @@ class DeviceRoom:
 
     @property
     def num_spare(self) -> int:
-        """Blocks that are free once the unfinished swap-outs end, without promised ones. Negative:
-        more blocks are promised than will be free."""
-        return self._device.num_free + self._parts.tiers.num_leaving - self.num_promised
+        """Blocks that are free once the unfinished swap-outs end and sessions hold none, without
+        promised ones. Negative: more blocks are promised than will be free."""
+        tiers = self._parts.tiers
+        return self._device.num_free + tiers.num_leaving + tiers.held.device - self.num_promised
 
     @property
     def is_exhausted(self) -> bool:
@@ -71,12 +74,24 @@ class DeviceRoom:
         return self._has_no_victims and self.num_spare < 0
 
     def has_free(self, num_blocks: int) -> bool:
-        """Whether ``num_blocks`` blocks are free now, without promised ones."""
-        return num_blocks + self.num_promised <= self._device.num_free
+        """Whether ``num_blocks`` blocks are free now, or held by sessions, without promised ones.
+        ``make_free`` frees them."""
+        missing = num_blocks + self.num_promised - self._device.num_free
+        return missing <= 0 or missing <= self._parts.sessions.num_idle
 
-    def fits(self, job: Job) -> bool:
-        """Whether the free blocks hold all tokens of the job."""
-        return self.has_free(self._most_missing(job))
+    def make_free(self, num_blocks: int) -> None:
+        """Free what sessions hold of so many blocks for which ``has_free`` is true."""
+        if num_blocks > self._device.num_free:
+            self._parts.sessions.free_device(num_blocks)
+
+    def make_fit(self, job: Job) -> bool:
+        """Whether the free blocks hold all tokens of the job, from now on without those that
+        sessions hold."""
+        missing = self._most_missing(job)
+        if not self.has_free(missing):
+            return False
+        self.make_free(missing + self.num_promised)
+        return True
 
     def promise_if_it_fits(self, job: Job) -> bool:
         """Promise the job blocks for all its tokens, if they are free. Returns whether they are."""
@@ -96,7 +111,8 @@ class DeviceRoom:
                 return outcome
         if is_new or missing:
             counters = self._parts.counters
-            counters.peak_blocks = max(counters.peak_blocks, self._device.num_used)
+            num_used = self._device.num_used - self._parts.tiers.held.device
+            counters.peak_blocks = max(counters.peak_blocks, num_used)
         return TAKEN.outcome
 
     def bring_back(self, job: Job, num_tokens: int) -> OfferOutcome:
@@ -145,7 +161,8 @@ class DeviceRoom:
         urgent jobs need not grow, and make room in both tiers."""
         tiers, state = self._parts.tiers, self._state
         growth_of_one = _GROWTH_BLOCKS * tiers.needs.num_groups
-        growth = self._parts.holders.num_on_device * growth_of_one - tiers.host.num_free
+        growth = self._parts.holders.num_on_device * growth_of_one
+        growth -= tiers.host.num_free + tiers.held.idle_host
         if growth <= 0 or self.has_free(num_blocks + growth):
             return True
         num_behind = 0  # device blocks of less urgent jobs
@@ -185,6 +202,7 @@ class DeviceRoom:
                 if not parts.swapping.swap_out(victim, state):
                     parts.holders.drop(victim)
         if self.has_free(num_blocks):
+            self.make_free(num_blocks)
             return True
         self.num_promised += num_blocks
         if self._num_ending and not self._will_cover_promises() and self._would_be_overtaken(job):

@@ -154,13 +154,17 @@ class Holders:
             job.num_computed = 0
             self._counters.recomputed_jobs += 1
 
-    def release(self, job: Job) -> None:
-        """The job, which may have no KV, ended."""
+    def remove(self, job: Job) -> None:
+        """The job ended, and its KV is somebody else's from now on."""
         self._num_admitted_blocks -= self._admitted.pop(job.number, 0)
         self._jobs.pop(job.number, None)
         self._num_finished.pop(job.number, None)
         self._moved.pop(job.number, None)
         self._without_step.discard(job.number)
+
+    def release(self, job: Job) -> None:
+        """The job, which may have no KV, ended."""
+        self.remove(job)
         self._tiers.release(job.number, self._prefixes.keys_to_keep(job))
         self._prefixes.forget(job)
 

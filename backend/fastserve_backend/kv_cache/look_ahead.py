@@ -97,7 +97,8 @@ class LookAhead:
         spare = room.num_spare
         if not tiers.num_swapped_out and spare >= reserve:
             return
-        border = DeviceBorder(tiers, state, device.num_blocks - reserve, self._prefixes.num_unused)
+        num_unused = self._prefixes.num_unused + tiers.held.device
+        border = DeviceBorder(tiers, state, device.num_blocks - reserve, num_unused)
         most_returning = max(0, _MAX_RETURNING - tiers.num_unfinished(TransferKind.SWAP_IN))
         returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
         wanted = reserve + sum(_room_to_return(job, tiers) for job in returning)
@@ -121,15 +122,17 @@ class LookAhead:
             if spare >= wanted or num_refused == _MOST_REFUSED:
                 break
         for job in returning:
-            if not room.has_free(_room_to_return(job, tiers) + reserve):
+            needed = _room_to_return(job, tiers)
+            if not room.has_free(needed + reserve):
                 break
+            room.make_free(needed)
             self._swapping.swap_in(job, job.num_tokens, state)
 
     def _write_back(self, state: RoundState) -> None:
         """Copy full blocks of one job that will leave, while the link is idle."""
         device, host = self._tiers.device, self._tiers.host
         if (
-            device.num_used < _WRITE_BACK_USED * device.num_blocks
+            device.num_used - self._tiers.held.device < _WRITE_BACK_USED * device.num_blocks
             or host.num_free <= _WRITE_BACK_HOST_FREE * host.num_blocks
             or self._tiers.num_unfinished(TransferKind.SWAP_OUT)
             or self._tiers.num_unfinished(TransferKind.WRITE_BACK)
@@ -162,7 +165,8 @@ class DeviceBorder:
     jobs as hold so many blocks.
 
     Args:
-        num_unused: device blocks that belong to no job with KV: taken over and not used yet.
+        num_unused: device blocks that belong to no job with KV: taken over and not used yet, or
+            held by sessions.
     """
 
     def __init__(self, tiers: TwoTierKV, state: RoundState, capacity: int, num_unused: int) -> None:

@@ -17,7 +17,7 @@ Strategies (FastServe §4.2, Fig. 15):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job
@@ -27,6 +27,8 @@ from fastserve_backend.kv_cache.holders import Holders, RunningOrder
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies, Prefixes, PrefixKeys
 from fastserve_backend.kv_cache.round import Round
+from fastserve_backend.kv_cache.session_history import SessionHistory
+from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
@@ -38,6 +40,7 @@ class KVManager:
 
     Args:
         rotary_switch: of the model (``ModelConfig``).
+        history: of sessions. Default: no KV is held for them.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class KVManager:
         counters: EngineCounters,
         *,
         rotary_switch: int | None = None,
+        history: SessionHistory | None = None,
     ) -> None:
         self.tiers = tiers
         self._counters = counters
@@ -56,15 +60,25 @@ class KVManager:
         keys = PrefixKeys(config, tiers.device.block_size, rotary_switch)
         self._prefixes = Prefixes(tiers.device, keys, costs)
         self._restarting: dict[int, Job] = {}
-        self.restarting = self._restarting.keys()
-        """Numbers of jobs that must not run before they have lost their KV (``restart``)."""
         self._holders = Holders(tiers, self._prefixes, counters)
-        self._swapping = Swapping(tiers, self._holders, self._prefixes, config, costs, counters)
+        self._sessions = HeldSessions(
+            tiers, self._holders, self._prefixes, config, costs, history, counters, rotary_switch
+        )
+        self._swapping = Swapping(
+            tiers, self._holders, self._prefixes, config, costs, counters, self._sessions
+        )
         self._look_ahead = LookAhead(
             tiers, self._holders, self._prefixes, self._swapping, config, costs
         )
         self._parts = RoomParts(
-            config.strategy, tiers, self._prefixes, self._holders, self._swapping, order, counters
+            config.strategy,
+            tiers,
+            self._prefixes,
+            self._holders,
+            self._swapping,
+            self._sessions,
+            order,
+            counters,
         )
         self._round = self._new_round(0.0, (), None, holds_steps=False)  # gets no offers
 
@@ -72,6 +86,22 @@ class KVManager:
     def holds_steps(self) -> bool:
         """Whether no step may be sent until all transfers have ended."""
         return self._round.holds_steps and self.tiers.num_transfers > 0
+
+    @property
+    def not_ready(self) -> Set[int]:
+        """Numbers of jobs that must not run yet: before they have lost their KV (``restart``), or
+        got what their sessions hold."""
+        return self._restarting.keys() | self._sessions.arriving
+
+    @property
+    def num_sessions_held(self) -> int:
+        """Sessions whose KV is held."""
+        return len(self._sessions)
+
+    @property
+    def wants_round(self) -> bool:
+        """Whether a round has something to do without any job: held KV is to be copied."""
+        return self._sessions.has_to_copy
 
     @property
     def num_away(self) -> int:
@@ -99,14 +129,18 @@ class KVManager:
                 self._holders.drop_unsent(job)
         for job in list(self._restarting.values()):
             self._try_restart(job)
+        self._sessions.start_round(now)
         self._holders.update_places(self._parts.order)
         self._round = self._new_round(now, in_flight, going_on, holds_steps=last.holds_steps)
         return self._round
 
     def on_arrival(self, job: Job, now: float) -> None:
-        """A new job, which the policy does not know yet. Sets ``job.num_shared``."""
+        """A new job, which the policy does not know yet. Sets ``job.num_shared``, or gives the job
+        the KV that its session holds."""
         self._look_ahead.on_arrival(job, now)
-        self._prefixes.estimate_shared(job)
+        self._sessions.on_arrival(job, now)
+        if job.num_computed == 0:
+            self._prefixes.estimate_shared(job)
 
     def on_sent(self) -> None:
         """The step of the latest round was sent. Its jobs count the tokens that it computes.
@@ -150,11 +184,12 @@ class KVManager:
         ``rotary_switch``. Its blocks are freed as soon as nothing copies them."""
         self._restarting[job.number] = job
 
-    def release(self, job: Job) -> None:
-        """The job ended and no step uses its blocks."""
+    def release(self, job: Job, now: float) -> None:
+        """The job ended and no step uses its blocks. They are free, or held for its session."""
         self._restarting.pop(job.number, None)
         self._look_ahead.on_change()
-        self._holders.release(job)
+        if not self._sessions.on_end(job, now):
+            self._holders.release(job)
 
     def _try_restart(self, job: Job) -> None:
         if self.tiers.transfer(job.number) is not None or self.tiers.is_read(job.number):

@@ -92,11 +92,13 @@ class Round:
         self._published = parts.prefixes.published
         self._counters = parts.counters
         self._look_ahead = look_ahead
+        self._sessions = parts.sessions
         self._costs = costs
         self._holders = parts.holders
         self._have_kv = parts.holders.numbers
         staying = set(in_flight).difference(going_on or ())  # the policy does not offer these
         self.prefixes = parts.prefixes.for_round(parts.holders.with_numbers(staying))
+        parts.sessions.protect(self.prefixes.copies.sources)
         self._state = RoundState(
             parts.tiers,
             parts.holders,
@@ -123,7 +125,7 @@ class Round:
         is_new = job.number not in self._have_kv
         if is_new and self._is_closed_to_new:
             return
-        fits = self._room.fits(job)
+        fits = self._room.make_fit(job)
         may_take_over = is_new and (fits or not self._room.num_promised)
         self.prefixes.find(job, may_take_over=may_take_over, may_copy=fits)
 
@@ -177,6 +179,8 @@ class Round:
                 self.stalled += self.taken  # they wait with the others
             elif self._strategy == "proactive":
                 self._look_ahead.on_round_end(self._state, self._room)
+        if self._strategy == "proactive" or not self._offered:
+            self._sessions.copy_to_host(self._state.transfers)
         return RoundResult(verdict, self._state.transfers, self.prefixes.copies)
 
     def _pass_over(self, answers: tuple[OfferAnswer, ...]) -> OfferAnswer:

@@ -10,6 +10,7 @@ from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes
+from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 
@@ -27,6 +28,7 @@ class Swapping:
         config: KVCacheSection,
         costs: SwapCosts,
         counters: EngineCounters,
+        sessions: HeldSessions,
     ) -> None:
         self._tiers = tiers
         self._holders = holders
@@ -34,6 +36,7 @@ class Swapping:
         self._strategy = config.strategy
         self._costs = costs
         self._counters = counters
+        self._sessions = sessions
 
     def swap_out(self, job: Job, state: RoundState, *, is_early: bool = False) -> bool:
         """Start to move an idle job's KV to the host, unless computing it again is cheaper or the
@@ -68,6 +71,7 @@ class Swapping:
             return False
         host = self._tiers.host
         missing = sum(map(self._missing_on_host, kept)) - host.num_free
+        missing -= self._tiers.held.idle_host
         own = sum(host.num_held(one.number) for one in kept)
         shortage = missing - (self._tiers.num_copies - own)
         return (
@@ -127,11 +131,14 @@ class Swapping:
     def _make_host_room(self, job: Job, state: RoundState, *, may_drop: bool) -> bool:
         """Free host blocks until the job's KV fits, and return whether it does.
 
-        The freed blocks are copies of jobs on the device. Jobs that run next lose theirs first,
-        since they will not leave soon. If those are too few, less urgent jobs compute again.
+        The freed blocks are first those of sessions, then copies of jobs on the device. Jobs that
+        run next lose theirs first, since they will not leave soon. If those are too few, less
+        urgent jobs compute again.
         """
         host = self._tiers.host
         missing = self._missing_on_host(job)
+        if missing > host.num_free:
+            self._sessions.free_host(missing)
         if missing <= host.num_free:
             return True
         copies_left = self._tiers.num_copies - host.num_held(job.number)

@@ -50,6 +50,18 @@ class Transfer:
     window see them."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """Blocks of held KV."""
+
+    device: int = 0
+    idle_device: int = 0
+    """Those that no transfer and no step copies."""
+    idle_host: int = 0
+    host_alone: int = 0
+    """Host blocks of KV that is not on the device."""
+
+
 class TwoTierKV:
     """Owns the block tables of both tiers and the unfinished transfers, at most one for each job.
 
@@ -62,6 +74,8 @@ class TwoTierKV:
     The blocks of an unfinished transfer stay in the job's tables until the transfer ends, even if
     the job ends earlier. So nobody else can get them (invariant 1 of docs/architecture.md). The
     same holds for the blocks that a step copies for another job.
+
+    KV of an ended job may be *held* until another job gets it. It is in neither of these states.
 
     Args:
         incremental: keep the host's blocks when the job returns to the device.
@@ -97,6 +111,7 @@ class TwoTierKV:
         self.away: set[int] = set()
         """Jobs that may not run: swapped out, or in a swap."""
         self._copies: dict[int, int] = {}  # job → its host blocks
+        self._held: dict[int, HeldBlocks] = {}  # of ended jobs whose KV is held
         self._num_of_kind = dict.fromkeys(TransferKind, 0)
         self.num_copies = 0
         """Host blocks of all jobs of ``has_copy``."""
@@ -104,6 +119,8 @@ class TwoTierKV:
         """Device blocks that the unfinished swap-outs will free."""
         self.num_in_transfer = 0
         """Blocks that the unfinished transfers copy."""
+        self.held = HeldBlocks()
+        """Blocks of all held KV."""
 
     @property
     def longest_job(self) -> int:
@@ -219,7 +236,8 @@ class TwoTierKV:
         return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, parts)
 
     def write_back(self, job_number: int, num_tokens: int, max_blocks: int) -> Transfer | None:
-        """Copy the job's first full blocks that the host lacks. None: there is nothing to copy.
+        """Copy the job's first full blocks that the host lacks; of held KV also a last block that
+        is not full. None: there is nothing to copy.
 
         The job must be on the device, without a transfer.
 
@@ -233,13 +251,14 @@ class TwoTierKV:
         self._trim_host(job_number, num_tokens)
         saved = self.num_saved(job_number)
         first = max(saved // self._block_size, self._first_seen(num_tokens))
-        stop = min(
-            first + max_blocks // self.needs.num_groups, self.device.num_full_blocks(num_tokens)
-        )
+        end = self.device.num_full_blocks(num_tokens)
+        if job_number in self._held and saved < num_tokens:
+            end = self.device.blocks_for(num_tokens)
+        stop = min(first + max_blocks // self.needs.num_groups, end)
         parts = self._unsaved(saved, num_tokens, stop)
         if not any(parts):
             return None
-        num_saved = stop * self._block_size
+        num_saved = min(num_tokens, stop * self._block_size)
         self.host.grow(job_number, num_saved, num_tokens)
         return self._start(TransferKind.WRITE_BACK, job_number, num_saved, parts)
 
@@ -280,13 +299,48 @@ class TwoTierKV:
     def start_read(self, job_number: int) -> None:
         """A step copies device blocks of the job for another job. The job must not be in a swap."""
         self._readers[job_number] = self._readers.get(job_number, 0) + 1
+        self._update_held(job_number)
 
     def end_read(self, job_number: int) -> None:
         """A step that copied the job's blocks has ended."""
         self._readers[job_number] -= 1
         if self._readers[job_number] == 0:
             del self._readers[job_number]
+            self._update_held(job_number)
             self._release_if_ended(job_number)
+
+    def hold(self, job_number: int) -> None:
+        """The job ended. Its KV stays where it is until ``hand_over`` or ``release``. It must not
+        be in a swap."""
+        self._held[job_number] = HeldBlocks()
+        self._update_facts(job_number)
+
+    def is_idle(self, job_number: int) -> bool:
+        """Whether no transfer and no step copies the job's blocks."""
+        return job_number not in self._transfers and job_number not in self._readers
+
+    def hand_over(self, job_number: int, heir: int, num_tokens: int) -> None:
+        """Give held KV, of which ``num_tokens`` tokens are of use, to a job without KV. It must be
+        idle.
+
+        The heir keeps all blocks; those behind its tokens are room to grow.
+        """
+        assert self.is_idle(job_number), "held KV is being copied"
+        self._forget_held(job_number)
+        self.device.hand_over(job_number, heir)
+        self.host.hand_over(job_number, heir)
+        saved = self._saved.pop(job_number, 0)
+        if saved:
+            self._saved[heir] = min(saved, num_tokens)
+        self._update_facts(job_number)
+        self._update_facts(heir)
+        if not self._incremental and self.device.num_held(heir):
+            self.forget_host(heir)
+
+    def leave_device(self, job_number: int) -> None:
+        """Free the device blocks of held KV, which must be idle. The host keeps what it has."""
+        self.device.release(job_number)
+        self._update_facts(job_number)
 
     def forget_host(self, job_number: int) -> None:
         """Free the host's blocks of a job on the device, without a transfer."""
@@ -303,6 +357,7 @@ class TwoTierKV:
             keys: for ``BlockPool.release`` of the device blocks. After a transfer no content is
                 kept.
         """
+        self._forget_held(job_number)
         if job_number in self._transfers or job_number in self._readers:
             self._ended[job_number] = () if job_number in self._transfers else keys
             self._update_facts(job_number)
@@ -338,12 +393,23 @@ class TwoTierKV:
         assert self.num_in_transfer == sum(len(one.device_blocks) for one in unfinished)
         for kind, count in self._num_of_kind.items():
             assert count == sum(one.kind is kind for one in unfinished), f"transfers: {kind}"
-        away = {number for number in self._saved if not self.device.num_held(number)}
+        away = {
+            number
+            for number in self._saved
+            if not self.device.num_held(number) and number not in self._held
+        }
         assert self._swapped_out == away, "swapped-out jobs"
         moving = {one.job_number for one in unfinished if one.kind is not TransferKind.WRITE_BACK}
         assert self.away == away | moving, "jobs that are away"
         copies = self._saved.keys() - away - self._transfers.keys() - self._ended.keys()
+        copies -= self._held.keys()
         assert self.num_copies == sum(map(self.host.num_held, copies)), "copies on the host"
+        assert self.away.isdisjoint(self._held), "held KV is in a swap"
+        held = [self._count_held(number) for number in self._held]
+        assert self.held.device == sum(one.device for one in held), "held on the device"
+        assert self.held.idle_device == sum(one.idle_device for one in held), "held and idle"
+        assert self.held.idle_host == sum(one.idle_host for one in held), "held on the host"
+        assert self.held.host_alone == sum(one.host_alone for one in held), "held there alone"
 
     def _update_facts(self, job_number: int) -> None:
         """The job's KV has moved: update the sets and sums over all jobs."""
@@ -351,7 +417,7 @@ class TwoTierKV:
         transfer = self._transfers.get(job_number)
         is_away = transfer is not None and transfer.kind is not TransferKind.WRITE_BACK
         self._swapped_out.discard(job_number)
-        if job_number in self._saved:
+        if job_number in self._saved and job_number not in self._held:
             if not self.device.num_held(job_number):
                 self._swapped_out.add(job_number)
                 is_away = True
@@ -364,6 +430,36 @@ class TwoTierKV:
         self.num_copies += num_copies - self._copies.pop(job_number, 0)
         if num_copies:
             self._copies[job_number] = num_copies
+        self._update_held(job_number)
+
+    def _update_held(self, job_number: int) -> None:
+        if job_number in self._held:
+            self._count_in(job_number, self._count_held(job_number))
+
+    def _forget_held(self, job_number: int) -> None:
+        if job_number in self._held:
+            self._count_in(job_number, HeldBlocks())
+            del self._held[job_number]
+
+    def _count_held(self, job_number: int) -> HeldBlocks:
+        on_device = self.device.num_held(job_number)
+        on_host = 0 if job_number in self._transfers else self.host.num_held(job_number)
+        return HeldBlocks(
+            on_device,
+            on_device if self.is_idle(job_number) else 0,
+            on_host,
+            0 if on_device else on_host,
+        )
+
+    def _count_in(self, job_number: int, now: HeldBlocks) -> None:
+        before, total = self._held[job_number], self.held
+        self.held = HeldBlocks(
+            total.device + now.device - before.device,
+            total.idle_device + now.idle_device - before.idle_device,
+            total.idle_host + now.idle_host - before.idle_host,
+            total.host_alone + now.host_alone - before.host_alone,
+        )
+        self._held[job_number] = now
 
     def _release_if_ended(self, job_number: int) -> None:
         is_used = job_number in self._transfers or job_number in self._readers

@@ -24,6 +24,10 @@ class EngineCounters:
     prompt_tokens: int = 0
     prefix_cached_tokens: int = 0
     """Prompt tokens that were not computed, because their KV was kept."""
+    session_hit_tokens: int = 0
+    """Prompt tokens of sessions' turns whose KV was held for them."""
+    session_miss_tokens: int = 0
+    """All other prompt tokens of sessions' turns."""
     generation_tokens: int = 0
     iterations: int = 0
     compute_s: float = 0.0
@@ -105,3 +109,9 @@ class EngineSnapshot:
     free_blocks: int
     num_host_blocks: int
     free_host_blocks: int
+    """Free blocks include those that sessions hold, since jobs get them at once."""
+    sessions_held: int
+    """Paused sessions whose KV is held."""
+    held_blocks: int
+    """Device blocks of held KV."""
+    held_host_blocks: int

@@ -111,10 +111,13 @@ class Gittins(KeyedPolicy):
         # Only the last of these depends on the prediction.
         which = learned if is_owed_first_token(job, self._times) else learned[-1:]
         prompt, most = len(job.prompt_ids), self._most_tokens(job)
-        return -max(one.index.of(extra, prompt, job.num_outputs, most) for one in which)
+        age = self._age(job, job.num_outputs)
+        return -max(one.index.of(extra, prompt, age, most) for one in which)
 
     def add(self, job: Job, now: float) -> None:
-        self._entries[job.number] = _Entry(job, self._learned.of_job(job))
+        entry = self._entries[job.number] = _Entry(job, self._learned.of_job(job))
+        if job.session_tokens:
+            entry.bin = self._learned.of_all.lengths.bin_of(self._age(job, 0))
         super().add(job, now)
         self._promotion.start_waiting(job, now)
 
@@ -141,9 +144,9 @@ class Gittins(KeyedPolicy):
         edges = self._learned.of_all.lengths.edges
         for job, _ in ran:
             entry = self._entries[job.number]
-            if len(job.output_ids) > edges[entry.bin + 1]:
+            if self._age(job, len(job.output_ids)) > edges[entry.bin + 1]:
                 self._count_passed(entry, job)
-            if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
+            if self._age(job, job.num_outputs) > entry.key_holds_to or job.num_uncomputed > 1:
                 self._sort(entry)
 
     def on_predicted(self, job: Job) -> None:
@@ -167,18 +170,28 @@ class Gittins(KeyedPolicy):
         # The index of a decode changes only at the next edge.
         edges = self._learned.of_all.lengths.edges
         is_decode = job.num_uncomputed <= 1 and job.num_outputs > 0
-        index = bisect_right(edges, job.num_outputs)
+        index = bisect_right(edges, self._age(job, job.num_outputs))
         entry.key_holds_to = edges[index] - 1 if is_decode and index < len(edges) else -1
 
     def _most_tokens(self, job: Job) -> int:
         """The most tokens that the policy may expect. A job with a forced length stands for one
         whose length is unknown, and its ``max_tokens`` would tell that length."""
-        return self._max_model_len if job.params.ignore_eos else job.params.max_tokens
+        if job.params.ignore_eos:
+            return self._max_model_len
+        return self._age(job, job.params.max_tokens)
+
+    def _age(self, job: Job, num_outputs: int) -> int:
+        """Output tokens that count as the job's own once it has ``num_outputs``: also those of its
+        session's earlier turns, if it inherits them. Lengths are learned in the same way, so they
+        are those of sessions at the ends of turns."""
+        if not job.session_tokens:
+            return num_outputs
+        return min(self._max_model_len - 1, job.session_tokens + num_outputs)
 
     def _count_passed(self, entry: _Entry, job: Job) -> None:
         """Learn that the job is at least as long as it is now. Pending tokens do not count: the job
         may turn out to have ended before them."""
-        reached = self._learned.of_all.lengths.bin_of(len(job.output_ids))
+        reached = self._learned.of_all.lengths.bin_of(self._age(job, len(job.output_ids)))
         for learned in entry.learned:
             learned.lengths.count_passed(entry.bin, reached)
         entry.bin = reached

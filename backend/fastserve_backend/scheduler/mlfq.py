@@ -123,7 +123,7 @@ class MLFQ:
 
     def add(self, job: Job, now: float) -> None:
         assert job.number not in self._entries
-        job.queue_level = self.join_level(job)
+        job.queue_level = max(self.join_level(job), self._level_of_age(job.session_s))
         ticket = next(self._tickets)
         self._entries[job.number] = _Entry(job.num_tokens, ticket)
         self._queues[job.queue_level].add(job, ticket)
@@ -229,6 +229,15 @@ class MLFQ:
             f"{self.quanta_s[-1] * 1e3:.0f} ms (ratio {self._quanta.ratio:g}), promotion after "
             f"{self._quanta.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
+
+    def _level_of_age(self, session_s: float) -> int:
+        """The queue to which a job has sunk that has run for ``session_s`` since it was in Q1. So
+        attained service is that of the whole session (PLAS; Autellix, arXiv 2502.13965)."""
+        level = 0
+        while level < len(self.quanta_s) - 1 and session_s >= self.quanta_s[level]:
+            session_s -= self.quanta_s[level]
+            level += 1
+        return level
 
     def _end_turn(self, job: Job) -> None:
         entry = self._entries[job.number]

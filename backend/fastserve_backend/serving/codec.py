@@ -135,6 +135,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
             ttft_slo_s=values.get(protocol.TTFT_SLO_MS, _to_seconds),
             tpot_slo_s=values.get(protocol.TPOT_SLO_MS, _to_seconds),
             tenant=values.get(protocol.TENANT, _to_text) or "",
+            session_id=values.get(protocol.SESSION_ID, _to_text) or "",
         ),
         return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
         return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),

@@ -48,6 +48,9 @@ _DESCRIPTIONS = {
     "fastserve_kv_blocks": "KV cache blocks by tier and state",
     "fastserve_prompt_tokens_total": "Prompt tokens of accepted jobs",
     "fastserve_prefix_cached_tokens_total": "Tokens of which other jobs had the KV",
+    "fastserve_sessions_held": "Paused sessions whose KV is held",
+    "fastserve_session_blocks": "KV cache blocks held for paused sessions, by tier",
+    "fastserve_session_tokens_total": "Prompt tokens of sessions' turns, by whether KV was held",
     "fastserve_generation_tokens_total": "Generated tokens",
     "fastserve_iterations_total": "Iterations of the model",
     "fastserve_preemptions_total": "Times that a running job was set aside for another",
@@ -206,6 +209,11 @@ class MetricsPublisher:
         counters = self._engine.counters
         yield "fastserve_prompt_tokens_total", {}, counters.prompt_tokens
         yield "fastserve_prefix_cached_tokens_total", {}, counters.prefix_cached_tokens
+        for kv, number in (
+            ("held", counters.session_hit_tokens),
+            ("missing", counters.session_miss_tokens),
+        ):
+            yield "fastserve_session_tokens_total", {"kv": kv}, number
         yield "fastserve_generation_tokens_total", {}, counters.generation_tokens
         yield "fastserve_iterations_total", {}, counters.iterations
         yield "fastserve_preemptions_total", {}, counters.preemptions
@@ -241,6 +249,9 @@ class MetricsPublisher:
         used = snapshot.num_host_blocks - snapshot.free_host_blocks
         yield "fastserve_kv_blocks", {"tier": "host", "state": "used"}, used
         yield "fastserve_kv_blocks", {"tier": "host", "state": "free"}, snapshot.free_host_blocks
+        yield "fastserve_sessions_held", {}, snapshot.sessions_held
+        yield "fastserve_session_blocks", {"tier": "device"}, snapshot.held_blocks
+        yield "fastserve_session_blocks", {"tier": "host"}, snapshot.held_host_blocks
         yield "fastserve_requests_rejected_total", {}, self._num_rejected()
 
 

@@ -1,0 +1,324 @@
+"""KV of paused sessions, which is held for their next turns.
+
+When a turn of a session ends, its KV stays on the device. While the link is idle it is copied to
+the host, and stays there when jobs need its device blocks. It is given up when it gets too old
+(``SessionHistory.ttl_s``) or jobs need its blocks: **held KV never keeps a block from a job**. When
+the next turn arrives, it gets the KV of the tokens that both begin with. From then on the turn is
+like a preempted job: it keeps its KV or is swapped as the policy wants.
+
+KV of the session that paused last is held longest. What KV is worth is the chance that its session
+returns soon, for each block. Pauses have long tails: the longer a session has paused, the longer it
+will still pause. So the least recent is worth least.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.costs import SwapCosts
+from fastserve_backend.kv_cache.holders import Holders
+from fastserve_backend.kv_cache.prefixes import Prefixes
+from fastserve_backend.kv_cache.session_history import SessionHistory, SessionKey
+from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from fastserve_backend.metrics.counters import EngineCounters
+
+# Most seconds of one copy to the host, since jobs may need the link or the blocks next.
+_COPY_S = 0.005
+# Copies leave this share of the host free for copies of jobs.
+_COPY_HOST_FREE = 0.25
+# A turn that begins with less than this share of the held tokens gets none. It would have far more
+# blocks than it needs.
+_LEAST_SHARE = 0.5
+
+
+@dataclass(slots=True)
+class _HeldTurn:
+    """An ended job whose KV is held."""
+
+    key: SessionKey
+    job: Job
+    num_tokens: int  # whose KV is held
+    since_s: float
+
+
+class HeldSessions:
+    """Owns all held KV. Gives it to jobs, and changes their ``num_computed`` then.
+
+    Args:
+        rotary_switch: as for ``KVManager``.
+    """
+
+    def __init__(
+        self,
+        tiers: TwoTierKV,
+        holders: Holders,
+        prefixes: Prefixes,
+        config: KVCacheSection,
+        costs: SwapCosts,
+        history: SessionHistory | None,
+        counters: EngineCounters,
+        rotary_switch: int | None,
+    ) -> None:
+        self._tiers = tiers
+        self._holders = holders
+        self._prefixes = prefixes
+        self._costs = costs
+        self._history = history
+        self._counters = counters
+        self._rotary_switch = rotary_switch
+        # Strategy defer promises blocks to jobs before they run.
+        self._is_on = config.strategy != "defer"
+        self._swaps_are_lossy = config.swaps_are_lossy
+        # All in order of their ends, the least recent first.
+        self._turns: OrderedDict[SessionKey, _HeldTurn] = OrderedDict()
+        self._on_device: OrderedDict[int, _HeldTurn] = OrderedDict()
+        self._uncopied: OrderedDict[int, _HeldTurn] = OrderedDict()  # not all of it on the host
+        self._on_host: OrderedDict[int, _HeldTurn] = OrderedDict()  # and not on the device
+        self._arriving: dict[int, Job] = {}
+        self.arriving = self._arriving.keys()
+        """Numbers of the jobs that wait until nothing copies the KV that they get."""
+        self._copy_sources: Collection[int] = ()
+
+    def __len__(self) -> int:
+        """Sessions with held KV."""
+        return len(self._turns)
+
+    # --- Turns --------------------------------------------------------------------------------
+
+    def on_arrival(self, job: Job, now: float) -> None:
+        """A new job, perhaps the next turn of a session."""
+        if self._history is None or SessionKey.of(job) is None:
+            return
+        self._history.on_arrival(job, now)
+        self._arriving[job.number] = job
+        self._give_kv(job)
+
+    def on_end(self, job: Job, now: float) -> bool:
+        """A job ended, and no step runs it. Returns whether its KV is held from now on; if not, the
+        caller frees it."""
+        self._arriving.pop(job.number, None)
+        key = SessionKey.of(job)
+        if self._history is None or key is None:
+            return False
+        self._history.on_end(job, now)
+        num_tokens = self._num_to_hold(job)
+        if num_tokens == 0:
+            return False
+        if key in self._turns:
+            self._give_up(self._turns[key])
+        is_on_device = self._tiers.device.num_held(job.number) > 0
+        if is_on_device:
+            self._prefixes.publish(job)
+        self._holders.remove(job)
+        self._tiers.hold(job.number)
+        # Without what would keep the client's stream alive.
+        turn = self._turns[key] = _HeldTurn(key, replace(job, sink=None), num_tokens, now)
+        if is_on_device:
+            self._on_device[job.number] = self._uncopied[job.number] = turn
+        else:
+            self._on_host[job.number] = turn
+        return True
+
+    def start_round(self, now: float) -> None:
+        """KV that is too old is given up, and turns get what can be given now."""
+        while self._turns:
+            turn = next(iter(self._turns.values()))
+            if self._history is None or now - turn.since_s <= self._history.ttl_s:
+                break
+            self._give_up(turn)
+        for job in list(self._arriving.values()):
+            self._give_kv(job)
+
+    def _num_to_hold(self, job: Job) -> int:
+        """Of how many tokens the ended job's KV may be held. 0: of none."""
+        assert self._history is not None
+        transfer = self._tiers.transfer(job.number)
+        if (
+            not self._is_on
+            or self._history.ttl_s == 0
+            or job.finish_reason is FinishReason.ERROR
+            or self._holders.get(job.number) is not job
+            or (transfer is not None and transfer.kind is not TransferKind.WRITE_BACK)
+        ):
+            return 0
+        # A step sent ahead may have computed a token behind a stop word.
+        num_tokens = len(job.prompt_ids) + len(job.output_ids)
+        if job.num_computed > num_tokens and self._tiers.has_windows:
+            return 0  # the window of its last token may be gone
+        return 0 if self._rotates_anew(job) else min(job.num_computed, num_tokens)
+
+    def _give_kv(self, job: Job) -> None:
+        """Give an arriving job what its session holds, unless that is being copied."""
+        key = SessionKey.of(job)
+        turn = None if key is None else self._turns.get(key)
+        if turn is not None and not self._tiers.is_idle(turn.job.number):
+            return
+        del self._arriving[job.number]
+        num_tokens = 0 if turn is None else self._num_common(turn, job)
+        if turn is not None and num_tokens >= _LEAST_SHARE * turn.num_tokens:
+            self._hand_over(turn, job, num_tokens)
+            self._counters.session_hit_tokens += num_tokens
+            self._counters.session_miss_tokens += len(job.prompt_ids) - num_tokens
+            return
+        if turn is not None:
+            self._give_up(turn)
+        self._counters.session_miss_tokens += len(job.prompt_ids)
+
+    def _hand_over(self, turn: _HeldTurn, job: Job, num_tokens: int) -> None:
+        self._forget(turn)
+        self._prefixes.forget(turn.job)
+        is_on_device = self._tiers.device.num_held(turn.job.number) > 0
+        self._tiers.hand_over(turn.job.number, job.number, num_tokens)
+        job.num_computed, job.num_shared = num_tokens, 0
+        if self._swaps_are_lossy:
+            job.num_swaps = turn.job.num_swaps
+        self._holders.add(job)
+        if is_on_device:
+            self._prefixes.publish(job)
+
+    def _num_common(self, turn: _HeldTurn, job: Job) -> int:
+        """Of how many of its first tokens the job gets the KV."""
+        if job.needs_whole_prompt:
+            return 0
+        held = turn.job.prompt_ids + turn.job.output_ids
+        # The job has to compute at least one token to get its next one.
+        most = min(turn.num_tokens, len(job.prompt_ids) - 1)
+        num_common = _num_equal(held[:most], job.prompt_ids[:most])
+        if num_common < turn.num_tokens and self._tiers.has_windows:
+            return 0  # what the windows of earlier tokens saw is gone
+        return 0 if self._rotates_anew(job) else num_common
+
+    def _rotates_anew(self, job: Job) -> bool:
+        """Whether the job has, or may have, other keys than a shorter job."""
+        return self._rotary_switch is not None and job.num_tokens > self._rotary_switch
+
+    # --- Room for jobs ------------------------------------------------------------------------
+
+    def protect(self, copy_sources: Collection[int]) -> None:
+        """The KV of these jobs leaves the device for nobody.
+
+        Args:
+            copy_sources: numbers of those whose blocks a round's step copies; grows during the
+                round.
+        """
+        self._copy_sources = copy_sources
+
+    @property
+    def num_idle(self) -> int:
+        """Device blocks that ``give_up`` can free at once."""
+        return self._tiers.held.idle_device - sum(
+            self._tiers.device.num_held(number)
+            for number in self._copy_sources
+            if number in self._on_device and self._tiers.is_idle(number)
+        )
+
+    def free_device(self, num_blocks: int) -> None:
+        """Make ``num_blocks`` blocks of the device free, or as many as possible."""
+        leaving, num_free = [], self._tiers.device.num_free
+        for number, turn in self._on_device.items():
+            if num_free >= num_blocks:
+                break
+            if self._tiers.is_idle(number) and number not in self._copy_sources:
+                num_free += self._tiers.device.num_held(number)
+                leaving.append(turn)
+        for turn in leaving:
+            self._leave_device(turn)
+
+    def free_host(self, num_blocks: int) -> None:
+        """Make ``num_blocks`` blocks of the host free, or as many as possible."""
+        self._free_host_alone(num_blocks)
+        host = self._tiers.host
+        for number, turn in self._on_device.items():
+            if host.num_free >= num_blocks:
+                return
+            if host.num_held(number) and self._tiers.transfer(number) is None:
+                self._tiers.forget_host(number)
+                self._uncopied[number] = turn
+
+    def _free_host_alone(self, num_blocks: int) -> None:
+        while self._on_host and self._tiers.host.num_free < num_blocks:
+            self._give_up(next(iter(self._on_host.values())))
+
+    def _leave_device(self, turn: _HeldTurn) -> None:
+        """Free the turn's device blocks; what the host has is held on."""
+        number = turn.job.number
+        num_saved = self._tiers.num_saved(number)
+        if num_saved == 0 or (num_saved < turn.num_tokens and self._tiers.has_windows):
+            self._give_up(turn)
+            return
+        turn.num_tokens = min(turn.num_tokens, num_saved)
+        turn.job.num_swaps += 1
+        self._prefixes.withdraw(turn.job)
+        self._tiers.leave_device(number)
+        del self._on_device[number]
+        self._uncopied.pop(number, None)
+        self._on_host[number] = turn
+
+    def _give_up(self, turn: _HeldTurn) -> None:
+        """Hold the turn's KV no longer. Device blocks keep their content like those of other ended
+        jobs."""
+        self._forget(turn)
+        self._tiers.release(turn.job.number, self._prefixes.keys_to_keep(turn.job))
+        self._prefixes.forget(turn.job)
+
+    def _forget(self, turn: _HeldTurn) -> None:
+        del self._turns[turn.key]
+        for turns in (self._on_device, self._uncopied, self._on_host):
+            turns.pop(turn.job.number, None)
+
+    # --- Copies to the host -------------------------------------------------------------------
+
+    @property
+    def has_to_copy(self) -> bool:
+        """Whether ``copy_to_host`` would start a copy."""
+        return self._next_to_copy() is not None
+
+    def copy_to_host(self, transfers: list[Transfer]) -> None:
+        """Start to copy blocks of the turn that leaves the device first, if the link is idle, and
+        add the copy to ``transfers``."""
+        turn = self._next_to_copy()
+        if turn is None:
+            return
+        self._free_host_alone(self._missing_on_host(turn) + self._num_left_free)
+        block_s = self._costs.transfer_s(True, 1)
+        max_blocks = max(self._tiers.needs.num_groups, int(_COPY_S / block_s))
+        transfer = self._tiers.write_back(turn.job.number, turn.num_tokens, max_blocks)
+        assert transfer is not None
+        transfers.append(transfer)
+
+    @property
+    def _num_left_free(self) -> int:
+        return int(_COPY_HOST_FREE * self._tiers.host.num_blocks)
+
+    def _next_to_copy(self) -> _HeldTurn | None:
+        tiers, host = self._tiers, self._tiers.host
+        if (
+            host.num_blocks == 0
+            or tiers.num_unfinished(TransferKind.SWAP_OUT)
+            or tiers.num_unfinished(TransferKind.WRITE_BACK)
+        ):
+            return None
+        while self._uncopied:
+            number, turn = next(iter(self._uncopied.items()))
+            if tiers.num_saved(number) < turn.num_tokens:
+                # Only KV that is not on the device makes room for it.
+                room = host.num_free + tiers.held.host_alone - self._num_left_free
+                return turn if self._missing_on_host(turn) <= room else None
+            del self._uncopied[number]
+        return None
+
+    def _missing_on_host(self, turn: _HeldTurn) -> int:
+        return self._tiers.host.missing(turn.job.number, turn.num_tokens, turn.num_tokens)
+
+
+def _num_equal(first: array[int], second: array[int]) -> int:
+    """How many tokens both begin with; they are equally long."""
+    differ = np.frombuffer(first, np.int32) != np.frombuffer(second, np.int32)
+    return int(differ.argmax()) if differ.any() else len(first)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.token_rules import TokenRules
 
 
 class JobState(enum.Enum):
@@ -159,9 +160,11 @@ class Job:
     finish_reason: FinishReason | None = None
     """Set when ``state`` is FINISHED."""
     output_ids: array[int] = field(default_factory=lambda: array("i"))
+    rules: TokenRules | None = None
+    """What ``params.allowed_token_ids`` and ``params.bad_words`` say; None: nothing."""
     mask: bytes | None = None
-    """The tokens that may follow ``output_ids``, as bits (``Sampling.masks``). Only for jobs with
-    ``params.structured_output``; None until the mask has been computed."""
+    """The tokens that may follow ``output_ids``, as bits (``Sampling.masks``); None: all may. With
+    ``params.structured_output`` it is None until it has been computed."""
     refusal: InvalidRequestError | None = None
     """See ``JobOutput``."""
     num_pending: int = 0
@@ -222,6 +225,14 @@ class Job:
     def waits_for_mask(self) -> bool:
         """Whether it cannot run before its next mask has been computed."""
         return self.params.structured_output is not None and self.mask is None
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether what it may choose next depends on its last token."""
+        rules = self.rules
+        return self.params.structured_output is not None or (
+            rules is not None and rules.depend_on_output
+        )
 
     @property
     def ended_by_itself(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rich.progress import Progress
 
 from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_options import ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
@@ -85,6 +86,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         service: ServiceLevel | Sequence[ServiceLevel] = DEFAULT_SERVICE,
+        truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Complete all prompts, batched together; results are in the order of the prompts.
@@ -95,6 +97,8 @@ class LLM:
                 leave out.
             service: one for all prompts, or one each. Objectives of the configuration replace those
                 that they leave out. Errors show objectives in ms, as in requests.
+            truncate_prompt_tokens: use only so many of each prompt's last tokens; -1: as many as
+                leave room for ``max_tokens``. None: all.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be used. Nothing is generated
@@ -103,7 +107,8 @@ class LLM:
         """
         jobs = _as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in jobs]
-        return self._complete(jobs, texts, params, service, progress)
+        kept = self._kept_tokens(truncate_prompt_tokens, params, len(jobs))
+        return self._complete(jobs, kept, texts, params, service, progress)
 
     def chat(
         self,
@@ -111,6 +116,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         service: ServiceLevel | Sequence[ServiceLevel] = DEFAULT_SERVICE,
+        truncate_prompt_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         progress: bool = True,
     ) -> list[Completion]:
         """The model's answer to the last message of each conversation, by its chat template.
@@ -119,7 +129,9 @@ class LLM:
             conversations: a list of messages, or a list of such lists. A message has a ``role`` and
                 a ``content``, which is a text or a list of parts of type ``text``. An assistant's
                 message with ``tool_calls`` needs no content.
-            params, service: as for ``generate``.
+            params, service, truncate_prompt_tokens: as for ``generate``.
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message: as in
+                ``ChatOptions``, for all conversations.
 
         Raises:
             InvalidRequestError: as ``generate``; also if a message is not valid, or the model has
@@ -127,30 +139,55 @@ class LLM:
             EngineError: the engine broke.
         """
         jobs = [check_messages(one) for one in _as_conversations(conversations)]
-        prompts = [self.engine.checks.encode_chat(messages) for messages in jobs]
+        options = ChatOptions(
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message
+        )
+        kept = self._kept_tokens(truncate_prompt_tokens, params, len(jobs))
+        encode = self.engine.checks.encode_chat
+        prompts = [
+            encode(messages, options, most) for messages, most in zip(jobs, kept, strict=True)
+        ]
         texts = [last_user_words(messages) for messages in jobs]
-        return self._complete(prompts, texts, params, service, progress)
+        return self._complete(prompts, kept, texts, params, service, progress)
 
-    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+    def _kept_tokens(
+        self,
+        truncate: int | None,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        number: int,
+    ) -> list[int | None]:
+        """How many of each prompt's last tokens are kept; None: all."""
+        each = _one_each("params", SamplingParams() if params is None else params, number)
+        return [self.engine.checks.kept_tokens(truncate, one) for one in each]
+
+    def _token_ids(self, prompt: Prompt, kept: int | None) -> Sequence[int]:
         if isinstance(prompt, bytes | bytearray):  # a sequence of integers, but not of token ids
             raise InvalidRequestError("text_input", prompt, "must be text or token ids")
-        return self.engine.checks.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self.engine.checks.encode(prompt, kept)
+        return prompt if kept is None else prompt[-kept:]
 
     def _complete(
         self,
         jobs: Sequence[Prompt],
+        kept: Sequence[int | None],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
         service: ServiceLevel | Sequence[ServiceLevel],
         progress: bool,
     ) -> list[Completion]:
-        """``texts`` has the user's words of each prompt; None if only its tokens are known."""
+        """
+        Args:
+            kept: how many of each prompt's last tokens are used; None: all.
+            texts: the user's words of each prompt; None if only its tokens are known.
+        """
         params = SamplingParams() if params is None else params
         each = _one_each("params", params, len(jobs))
         services = _one_each("service", service, len(jobs))
-        ids = [self._token_ids(prompt) for prompt in jobs]
+        ids = [self._token_ids(prompt, most) for prompt, most in zip(jobs, kept, strict=True)]
         for prompt_ids, one, wanted in zip(ids, each, services, strict=True):
             self.engine.checks.validate(prompt_ids, one)
+            self.engine.checks.token_rules(one)
             resolve_service(wanted, self.engine.config)
         completions = [Completion(prompt) for prompt in jobs]
         outputs: queue.SimpleQueue[tuple[int, JobOutput]] = queue.SimpleQueue()

@@ -19,6 +19,11 @@ MAX_STOP_TOKEN_IDS = 128
 # OpenAI's limits. A bias of 100 makes a token nearly certain, -100 nearly impossible.
 MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
+# As JSON they take a tenth of what all sampling parameters may have.
+MAX_ALLOWED_TOKEN_IDS = 16384
+# Each token is compared with all of their beginnings.
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 # Logits divided by less may overflow. Divided by this, they choose the most likely token anyway.
 LEAST_TEMPERATURE = 1e-5
 
@@ -31,7 +36,7 @@ class _DefaultInt(int):
     """The same as an integer."""
 
 
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields for which a model may have defaults of its own."""
 
 
@@ -56,6 +61,9 @@ class SamplingParams:
     """Smallest set of tokens whose probability reaches this; in (0, 1]."""
     top_k: int = _DefaultInt(-1)
     """Only the k most likely tokens; -1 (or 0) means all."""
+    min_p: float = _DefaultFloat(0.0)
+    """Only tokens whose probability is at least this share of the likeliest token's; in [0, 1]. It
+    counts after ``temperature`` and before ``top_k`` and ``top_p``, as in vLLM."""
     repetition_penalty: float = _DefaultFloat(1.0)
     """> 1 makes tokens of the prompt and the output less likely (CTRL, Keskar et al. 2019)."""
     presence_penalty: float = 0.0
@@ -74,10 +82,20 @@ class SamplingParams:
     alone is one token. Kept as a frozenset."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token (benchmarks force output lengths with it)."""
+    skip_special_tokens: bool = True
+    """False: special tokens of the answer have their text, as the tokenizer spells them. A token
+    that ends the answer has none even so."""
     logprobs: int | None = None
     """n ≥ 0: log-probabilities of each token and of the n most likely ones. None: of no token."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens, by id, before all else; from -100 to 100."""
+    allowed_token_ids: Collection[int] | None = None
+    """No other tokens are chosen; None: all may be. Without an end token among them, only
+    ``max_tokens`` and ``stop`` end the answer. Kept as a frozenset."""
+    bad_words: Sequence[str] = ()
+    """Words that the answer must not contain, as in vLLM: of the tokens of each word, with and
+    without a space before it, the last is not chosen after the others. A word alone is a list of
+    one. Kept as a tuple."""
     structured_output: StructuredOutput | None = None
     """The form of the answer. The answer ends where its form allows no more, or allows an end and
     the model chooses it. ``max_tokens`` and ``stop`` may cut it short."""
@@ -90,16 +108,21 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p", self.top_p, "must be above 0 and at most 1")
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.skip_special_tokens, bool):
+            allowed = "must be true or false"
+            raise InvalidRequestError("skip_special_tokens", self.skip_special_tokens, allowed)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_stop_conditions()
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)
+        self._check_token_rules()
         if self.structured_output is not None:
             if self.ignore_eos:
                 allowed = f"must be false with {FIELD}, which ends with an end-of-sequence token"
@@ -109,17 +132,8 @@ class SamplingParams:
                 raise InvalidRequestError("min_tokens", self.min_tokens, allowed)
 
     def _check_stop_conditions(self) -> None:
-        stop = _elements("stop_words", self.stop, str)
+        stop = _words("stop_words", self.stop, MAX_STOP_WORDS, MAX_STOP_WORD_CHARS)
         object.__setattr__(self, "stop", stop)
-        if len(stop) > MAX_STOP_WORDS:
-            allowed = f"at most {MAX_STOP_WORDS} stop words"
-            raise InvalidRequestError("stop_words", f"{len(stop)} words", allowed)
-        for word in stop:
-            if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_WORD_CHARS:
-                allowed = f"each stop word has 1 to {MAX_STOP_WORD_CHARS} characters"
-                raise InvalidRequestError("stop_words", word, allowed)
-            if any("\ud800" <= char <= "\udfff" for char in word):  # which no text has
-                raise InvalidRequestError("stop_words", word, "must be valid Unicode")
         token_ids = _elements("stop_token_ids", self.stop_token_ids, int)
         if len(token_ids) > MAX_STOP_TOKEN_IDS:
             allowed = f"at most {MAX_STOP_TOKEN_IDS} token ids"
@@ -127,6 +141,24 @@ class SamplingParams:
         for token_id in token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1, "a token id")
         object.__setattr__(self, "stop_token_ids", frozenset(token_ids))
+
+    def _check_token_rules(self) -> None:
+        bad_words = _words("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        object.__setattr__(self, "bad_words", bad_words)
+        if self.allowed_token_ids is None:
+            return
+        name = "allowed_token_ids"
+        token_ids = _elements(name, self.allowed_token_ids, int)
+        if not token_ids:
+            raise InvalidRequestError(name, [], "at least one token id; leave it out to allow all")
+        if len(token_ids) > MAX_ALLOWED_TOKEN_IDS:
+            allowed = f"at most {MAX_ALLOWED_TOKEN_IDS} token ids"
+            raise InvalidRequestError(name, f"{len(token_ids)} token ids", allowed)
+        kept = frozenset(token_ids)
+        if set(map(type, token_ids)) != {int} or min(kept) < 0 or max(kept) >= 2**31:
+            for token_id in token_ids:  # there may be many, so not for those that are fine
+                _check_int(name, token_id, 0, 2**31 - 1, "a token id")
+        object.__setattr__(self, name, kept)
 
     def with_model_defaults(self, defaults: Mapping[str, float]) -> SamplingParams:
         """A copy in which ``defaults``, some of ``MODEL_DEFAULTS``, replace what was left out."""
@@ -167,6 +199,19 @@ def _elements(field: str, value: object, kind: type) -> tuple[Any, ...]:
         names = {str: "text, or a list of texts", int: "a list of integers"}
         raise InvalidRequestError(field, value, f"must be {names[kind]}")
     return tuple(value)
+
+
+def _words(field: str, value: object, most: int, most_chars: int) -> tuple[str, ...]:
+    """The texts of a field, each of 1 to ``most_chars`` characters. Raises InvalidRequestError."""
+    words = _elements(field, value, str)
+    if len(words) > most:
+        raise InvalidRequestError(field, f"{len(words)} words", f"at most {most} words")
+    for word in words:
+        if not isinstance(word, str) or not 0 < len(word) <= most_chars:
+            raise InvalidRequestError(field, word, f"each word has 1 to {most_chars} characters")
+        if any("\ud800" <= char <= "\udfff" for char in word):  # which no text has
+            raise InvalidRequestError(field, word, "must be valid Unicode")
+    return words
 
 
 def _check_int(field: str, value: object, low: int, high: int, allowed: str | None = None) -> None:

@@ -32,14 +32,22 @@ if TYPE_CHECKING:
         ServerOverloaded,
         ServerUnavailable,
     )
+    from fastserve_client.model_description import ModelDescription
     from fastserve_client.options import (
+        ChatTemplateOptions,
         Message,
         Prompt,
         RequestOptions,
         SamplingOptions,
         ServiceOptions,
     )
-    from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
+    from fastserve_client.results import (
+        Chunk,
+        Completion,
+        PerfMetrics,
+        Tokenization,
+        TokenLogprob,
+    )
 
 __all__ = [
     "FastServeClient",
@@ -48,11 +56,14 @@ __all__ = [
     "AsyncTokenStream",
     "AsyncEngineWatch",
     "EngineState",
+    "ModelDescription",
+    "Tokenization",
     "Prompt",
     "Message",
     "RequestOptions",
     "SamplingOptions",
     "ServiceOptions",
+    "ChatTemplateOptions",
     "Chunk",
     "Completion",
     "TokenLogprob",
@@ -78,17 +89,20 @@ _MODULES = {
     "AsyncTokenStream": "aio_client",
     "AsyncEngineWatch": "aio_watch",
     "EngineState": "engine_state",
+    "ModelDescription": "model_description",
     "Prompt": "options",
     "Message": "options",
     "RequestOptions": "options",
     "SamplingOptions": "options",
     "ServiceOptions": "options",
+    "ChatTemplateOptions": "options",
     "DEFAULT_URL": "endpoint",
     "DEFAULT_HTTP_URL": "endpoint",
     "Endpoint": "endpoint",
     "Chunk": "results",
     "Completion": "results",
     "TokenLogprob": "results",
+    "Tokenization": "results",
     "PerfMetrics": "results",
 }
 

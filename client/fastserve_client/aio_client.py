@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,15 +14,29 @@ from fastserve_client.client import READY_TIMEOUT_S
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
 from fastserve_client.errors import ClientClosed, ClientError
 from fastserve_client.exchange import Exchange
-from fastserve_client.request import InferRequest, build_request, build_watch_request
-from fastserve_client.results import Chunk, Completion
+from fastserve_client.request import (
+    InferRequest,
+    build_description_request,
+    build_detokenize_request,
+    build_request,
+    build_tokenize_request,
+    build_watch_request,
+)
+from fastserve_client.response import (
+    Outputs,
+    read_description,
+    read_detokenization,
+    read_tokenization,
+)
+from fastserve_client.results import Chunk, Completion, Tokenization
 from fastserve_client.retry import RetryPolicy
 from fastserve_client.transport import AioCall, open_aio_transport
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from fastserve_client.options import Prompt, RequestOptions
+    from fastserve_client.model_description import ModelDescription
+    from fastserve_client.options import ChatTemplateOptions, Message, Prompt, RequestOptions
 
 
 class AsyncFastServeClient:
@@ -109,6 +123,34 @@ class AsyncFastServeClient:
         request = build_watch_request(self.model, interval_s)
         return AsyncEngineWatch(self._send, request, str(self.endpoint))
 
+    async def describe(self, *, timeout_s: float | None = None) -> ModelDescription:
+        """What the server says about its model. It has the errors of ``generate``."""
+        outputs = await self._ask(build_description_request(self.model), timeout_s)
+        return read_description(self.model, outputs)
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        add_special_tokens: bool | None = None,
+        return_token_strs: bool = False,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatTemplateOptions],
+    ) -> Tokenization:
+        """The tokens of a text or a conversation; see ``FastServeClient.tokenize``."""
+        request = build_tokenize_request(
+            self.model,
+            prompt,
+            {**options, protocol.ADD_SPECIAL_TOKENS: add_special_tokens},
+            return_token_strs=return_token_strs,
+        )
+        return read_tokenization(self.model, await self._ask(request, timeout_s))
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of tokens; see ``FastServeClient.detokenize``."""
+        request = build_detokenize_request(self.model, token_ids)
+        return read_detokenization(self.model, await self._ask(request, timeout_s))
+
     async def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether the server says that the model takes requests; False if none answers."""
         return not self._closed and await self._transport.is_ready(self.model, timeout_s)
@@ -132,6 +174,24 @@ class AsyncFastServeClient:
     def _start(self, request: InferRequest, timeout_s: float | None) -> AsyncTokenStream:
         exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
         return AsyncTokenStream(self._send, exchange)
+
+    async def _ask(self, request: InferRequest, timeout_s: float | None) -> Outputs:
+        """The only response to a request that is no job."""
+        exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
+        while True:
+            call = self._send(request, exchange.remaining_s())
+            try:
+                outputs = await anext(call, None)
+                await anext(call, None)  # reads to the end: the connection can be used again
+            except ClientError as error:
+                delay_s = exchange.retry_delay_s(error)
+                if delay_s is None:
+                    raise
+                await asyncio.sleep(delay_s)
+            else:
+                return exchange.only_response(outputs)
+            finally:
+                call.cancel()
 
     def _send(self, request: InferRequest, timeout_s: float | None) -> AioCall:
         if self._closed:

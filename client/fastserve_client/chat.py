@@ -6,9 +6,14 @@ import io
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from fastserve_chat.demo_turn import DemoTurn
+from fastserve_chat.hermes_prompt import Message
+from fastserve_chat.parts import AnswerPart, Content, PartReader, Reasoning
+from fastserve_chat.plain import PlainReader
 
 from fastserve_client.client import FastServeClient, TokenStream
 from fastserve_client.errors import ClientError, InvalidRequest
@@ -18,7 +23,7 @@ from fastserve_client.terminal import ExitCode, TextWriter, cannot_write
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from fastserve_client.options import Message, RequestOptions
+    from fastserve_client.options import RequestOptions
 
 _FORGET = "/clear"
 _HELP = f"Ctrl-C stops an answer, Ctrl-D ends, {_FORGET} forgets the conversation."
@@ -27,7 +32,12 @@ _MAKE_ROOM = f"{_FORGET} forgets the conversation, which is sent with each messa
 
 
 def chat_in_terminal(
-    *, url: str, system: str | None, timeout_s: float | None, **options: Unpack[RequestOptions]
+    *,
+    url: str,
+    system: str | None,
+    timeout_s: float | None,
+    demo_tools: bool = False,
+    **options: Unpack[RequestOptions],
 ) -> ExitCode:
     """Reads messages, a line each, from stdin until its end and streams the answers to stdout.
 
@@ -37,7 +47,8 @@ def chat_in_terminal(
 
     Args:
         system: text that the model gets before the first message.
-        timeout_s: for each answer.
+        timeout_s: for each request. With tools an answer takes several.
+        demo_tools: let the model call a calculator and a clock. A line on stderr shows each call.
 
     Returns:
         The exit code for the process: that of the last answer.
@@ -52,20 +63,27 @@ def chat_in_terminal(
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USAGE
     with client:
+        template = None
+        if demo_tools:
+            try:
+                template = client.describe().chat_template or ""
+            except ClientError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return ExitCode.FAILED
         for line in _typed_lines():
             if line == _FORGET:
                 messages = list(beginning)
                 continue
             messages.append({"role": "user", "content": line})
             try:
-                code, answer = _answer(client, messages, timeout_s, options)
+                code, told = _take_turn(client, messages, template, timeout_s, options)
             except OSError as error:
                 return cannot_write(error, sys.stdout, sys.stderr)
             if code == ExitCode.USAGE and len(messages) > len(beginning) + 1:
                 # The options cannot be wrong: earlier turns had the same.
                 print(_MAKE_ROOM, file=sys.stderr)
-            if answer:
-                messages.append({"role": "assistant", "content": answer})
+            if told:
+                messages += told
             else:
                 messages.pop()
     return code
@@ -91,24 +109,80 @@ def _typed_lines() -> Iterator[str]:
             yield line
 
 
-def _answer(
+class _Answer(NamedTuple):
+    code: ExitCode
+    parts: list[AnswerPart]
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
+
+
+def _take_turn(
     client: FastServeClient,
     messages: list[Message],
+    template: str | None,
     timeout_s: float | None,
     options: RequestOptions,
-) -> tuple[ExitCode, str]:
+) -> tuple[ExitCode, list[Message]]:
+    """Streams the answer to the last message.
+
+    Args:
+        template: the model's chat template, with the tools of the demo; None: no tools.
+
+    Returns:
+        The code of its last request, and the messages that it adds to the conversation; none
+        without an answer.
+    """
+    turn = None if template is None else DemoTurn(template, messages)
+    while True:
+        if turn is None:
+            answer = _answer(client, messages, timeout_s, options, PlainReader())
+            done = []
+        else:
+            request = turn.next_request()
+            own = {name: value for name, value in options.items() if value is not None}
+            wanted = cast("RequestOptions", {**request.options, **own})
+            answer = _answer(client, request.messages, timeout_s, wanted, request.reader)
+            done = turn.on_answer(answer.parts)
+        for call in done:
+            if call.result:
+                print(f"[{call.name}: {call.result}]", file=sys.stderr)
+        if not done or answer.code != ExitCode.OK:
+            break
+    told = [] if turn is None else turn.messages
+    text = {"role": "assistant", "content": answer.text}
+    return answer.code, [*told, text] if answer.text else []
+
+
+def _answer(
+    client: FastServeClient,
+    messages: Sequence[Message],
+    timeout_s: float | None,
+    options: RequestOptions,
+    reader: PartReader,
+) -> _Answer:
+    """Streams the answer to one request: its text to stdout, and why it ended early to stderr."""
     writer = TextWriter(sys.stdout)
-    answer, num_tokens = "", 0
+    parts: list[AnswerPart] = []
+    num_tokens = 0
     code, closing_line = ExitCode.OK, None
+
+    def show(new: Sequence[AnswerPart]) -> None:
+        parts.extend(new)
+        for part in new:
+            if isinstance(part, Content | Reasoning):
+                writer.write(part.text)
+
     try:
         with client.stream(messages, timeout_s=timeout_s, **options) as stream:
             for chunk in _read_by_thread(stream):
-                answer += chunk.text
                 num_tokens += len(chunk.token_ids)
-                writer.write(chunk.text)
+                show(reader.read(chunk.text))
                 if chunk.finish_reason == "length":
                     is_clipped = num_tokens < (options.get("max_tokens") or 0)
                     closing_line = _NO_MORE_ROOM if is_clipped else "(cut off at max_tokens)"
+        show(reader.end())
     except KeyboardInterrupt:
         code, closing_line = ExitCode.INTERRUPTED, "(stopped)"
     except ClientError as error:
@@ -117,7 +191,7 @@ def _answer(
     writer.end_line()
     if closing_line is not None:
         print(closing_line, file=sys.stderr)
-    return code, answer
+    return _Answer(code, parts)
 
 
 def _read_by_thread(stream: TokenStream) -> Iterator[Chunk]:

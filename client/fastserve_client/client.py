@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,15 +13,28 @@ from fastserve_client import protocol
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
 from fastserve_client.errors import ClientClosed, ClientError
 from fastserve_client.exchange import Exchange
-from fastserve_client.request import InferRequest, build_request
-from fastserve_client.results import Chunk, Completion
+from fastserve_client.request import (
+    InferRequest,
+    build_description_request,
+    build_detokenize_request,
+    build_request,
+    build_tokenize_request,
+)
+from fastserve_client.response import (
+    Outputs,
+    read_description,
+    read_detokenization,
+    read_tokenization,
+)
+from fastserve_client.results import Chunk, Completion, Tokenization
 from fastserve_client.retry import RetryPolicy
 from fastserve_client.transport import Call, open_transport
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from fastserve_client.options import Prompt, RequestOptions
+    from fastserve_client.model_description import ModelDescription
+    from fastserve_client.options import ChatTemplateOptions, Message, Prompt, RequestOptions
 
 READY_TIMEOUT_S = 5.0
 
@@ -113,6 +127,49 @@ class FastServeClient:
         with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks(chunks)
 
+    def describe(self, *, timeout_s: float | None = None) -> ModelDescription:
+        """What the server says about its model. It has the errors of ``generate``."""
+        outputs = self._ask(build_description_request(self.model), timeout_s)
+        return read_description(self.model, outputs)
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        add_special_tokens: bool | None = None,
+        return_token_strs: bool = False,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatTemplateOptions],
+    ) -> Tokenization:
+        """The tokens of a text, which may be empty, or of a conversation. No job is started.
+
+        Args:
+            prompt: text or a conversation, as for ``stream``.
+            add_special_tokens: see ``SamplingOptions``.
+            return_token_strs: also return the text of each token.
+            timeout_s: as for ``stream``.
+            **options: of a conversation; see ``ChatTemplateOptions``.
+
+        Raises:
+            InvalidRequest: the server refuses the prompt, or it is far too long. The other errors
+                are those of ``generate``.
+        """
+        request = build_tokenize_request(
+            self.model,
+            prompt,
+            {**options, protocol.ADD_SPECIAL_TOKENS: add_special_tokens},
+            return_token_strs=return_token_strs,
+        )
+        return read_tokenization(self.model, self._ask(request, timeout_s))
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of at least one token. Special tokens have theirs, as a prompt spells them.
+
+        It has the errors of ``generate``.
+        """
+        request = build_detokenize_request(self.model, token_ids)
+        return read_detokenization(self.model, self._ask(request, timeout_s))
+
     def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether the server says that the model takes requests; False if none answers."""
         return not self._closed and self._transport.is_ready(self.model, timeout_s)
@@ -136,6 +193,24 @@ class FastServeClient:
     def _start(self, request: InferRequest, timeout_s: float | None) -> TokenStream:
         exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
         return TokenStream(self._send, exchange)
+
+    def _ask(self, request: InferRequest, timeout_s: float | None) -> Outputs:
+        """The only response to a request that is no job."""
+        exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
+        while True:
+            call = self._send(request, exchange.remaining_s())
+            try:
+                outputs = next(call, None)
+                next(call, None)  # reads to the end, so that the connection can be used again
+            except ClientError as error:
+                delay_s = exchange.retry_delay_s(error)
+                if delay_s is None:
+                    raise
+                time.sleep(delay_s)
+            else:
+                return exchange.only_response(outputs)
+            finally:
+                call.cancel()
 
     def _send(self, request: InferRequest, timeout_s: float | None) -> Call:
         if self._closed:

@@ -65,6 +65,12 @@ class Exchange:
         self._finished = chunk.finish_reason is not None
         return chunk
 
+    def only_response(self, outputs: Outputs | None) -> Outputs:
+        """The response to a request that has one. Raises ServerError if there is none."""
+        if outputs is None:
+            raise ServerError(f"{self._url} ended a request without an answer")
+        return outputs
+
     def check_end(self) -> None:
         """Called when the server has closed the stream. Raises ServerError if that is too early."""
         if not self._finished:

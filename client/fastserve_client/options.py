@@ -9,9 +9,9 @@ from typing import Any, TypedDict, get_type_hints
 from fastserve_client.errors import InvalidRequest, shown
 
 Message = Mapping[str, Any]
-"""``{"role": …, "content": …}``. The model defines the roles, such as system, user and assistant.
-Content is text or a list of parts of type text. An assistant's message with ``tool_calls`` needs
-none."""
+"""``{"role": …, "content": …}``. The model defines the roles, such as system, user, assistant and
+tool. Content is text or a list of parts of type text. An assistant's message with ``tool_calls``
+needs none. Templates may know ``name``, ``tool_call_id`` and ``reasoning_content``, too."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation for the model's chat template."""
@@ -28,11 +28,16 @@ class SamplingOptions(TypedDict, total=False):
     clip_max_tokens: bool | None
     """Lower ``max_tokens`` to what the prompt leaves room for, instead of refusing the request."""
     min_tokens: int | None
+    add_special_tokens: bool | None
+    """Whether the tokens that the model expects around a prompt are added: by default to a text,
+    and not to a conversation, whose template writes them."""
     temperature: float | None
     """0 means greedy."""
     top_p: float | None
     top_k: int | None
     """-1 means all tokens."""
+    min_p: float | None
+    """Tokens less likely than this share of the likeliest token's probability are not chosen."""
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
@@ -42,6 +47,14 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | int | None
     """Each of these tokens ends the answer. Its text is not part of it."""
     ignore_eos: bool | None
+    skip_special_tokens: bool | None
+    """False: special tokens of the answer have their text. The default is True."""
+    allowed_token_ids: Sequence[int] | int | None
+    """Only these tokens may be chosen."""
+    bad_words: str | Sequence[str] | None
+    """Words that the answer must not contain."""
+    truncate_prompt_tokens: int | None
+    """Use only this many of the prompt's last tokens; -1: as many as leave room for the answer."""
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     """What to add to the logits of tokens, by id: from -100, which bans a token, to 100."""
     structured_output: Mapping[str, Any] | None
@@ -68,7 +81,21 @@ class ServiceOptions(TypedDict, total=False):
     after the answer, for the next turn."""
 
 
-class RequestOptions(SamplingOptions, ServiceOptions, total=False):
+class ChatTemplateOptions(TypedDict, total=False):
+    """What the model's chat template gets beside a conversation. The server checks it too."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """Tools that the answer may call, described as in OpenAI's API."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables that the template knows, such as ``enable_thinking``."""
+    add_generation_prompt: bool | None
+    """Whether the prompt ends with the beginning of an answer; by default it does, unless it ends
+    inside the last message."""
+    continue_final_message: bool | None
+    """The answer goes on with the text of the last message, which is the assistant's."""
+
+
+class RequestOptions(SamplingOptions, ServiceOptions, ChatTemplateOptions, total=False):
     """All options of a request."""
 
 
@@ -84,6 +111,7 @@ _ALLOWED = {
     Sequence[int] | int | None: "a list of token ids",
     Mapping[int, float] | Mapping[str, float] | None: "a mapping that JSON can carry",
     Mapping[str, Any] | None: "a mapping that JSON can carry",
+    Sequence[Mapping[str, Any]] | None: "a list of mappings that JSON can carry",
 }
 
 

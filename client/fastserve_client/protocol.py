@@ -34,12 +34,21 @@ TEXT_INPUT: Final = "text_input"
 INPUT_IDS: Final = "input_ids"
 MESSAGES: Final = "messages"
 """A conversation for the model's chat template: a JSON list of objects with the strings ``role``
-(such as system, user, assistant) and ``content``."""
+(such as system, user, assistant, tool) and ``content``."""
 PROMPTS: Final = (TEXT_INPUT, INPUT_IDS, MESSAGES)
 """A request for tokens has exactly one of them."""
 WATCH_INTERVAL_MS: Final = "watch_interval_ms"
 """Takes the place of a prompt, with ``STREAM`` and nothing else. It asks for a response with
 ``ENGINE_STATE`` every so many milliseconds."""
+TASK: Final = "task"
+"""Takes the place of generation: one of ``TASKS``. The only response has ``TASK_RESULT``."""
+DESCRIBE: Final = "describe"
+"""The task that returns the fields of a ``ModelDescription``. Nothing is given beside it."""
+TOKENIZE: Final = "tokenize"
+"""The task that returns the fields of a ``Tokenization``, for ``TEXT_INPUT`` or ``MESSAGES``."""
+DETOKENIZE: Final = "detokenize"
+"""The task that returns the ``text`` of ``INPUT_IDS``."""
+TASKS: Final = (DESCRIBE, TOKENIZE, DETOKENIZE)
 STREAM: Final = "stream"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
 """A JSON object with any of ``PARAMETER_KEYS``; a tensor of the same name beats it."""
@@ -100,11 +109,14 @@ MIN_P: Final = "min_p"
 """Not a tensor, like ``LOGPROBS``. Tokens less likely than this share of the likeliest token's
 probability are not chosen."""
 ALLOWED_TOKEN_IDS: Final = "allowed_token_ids"
-"""Not a tensor, like ``LOGPROBS``. Only these tokens may be chosen: a JSON list of integers."""
+"""Not a tensor, like ``LOGPROBS``. Only these tokens may be chosen: a JSON list of integers (or
+its text), or one integer."""
 BAD_WORDS: Final = "bad_words"
-"""Not a tensor, like ``LOGPROBS``. Texts that the answer must not contain: a JSON list."""
+"""Not a tensor, like ``LOGPROBS``. Texts that the answer must not contain: a JSON list, or
+one text."""
 TRUNCATE_PROMPT_TOKENS: Final = "truncate_prompt_tokens"
-"""Not a tensor, like ``LOGPROBS``. Only this many of the prompt's last tokens are used."""
+"""Not a tensor, like ``LOGPROBS``. Only this many of the prompt's last tokens are used; -1: as
+many as there is room for."""
 SKIP_SPECIAL_TOKENS: Final = "skip_special_tokens"
 """Not a tensor, like ``LOGPROBS``. False: special tokens in the output have their text too."""
 TOOLS: Final = "tools"
@@ -115,6 +127,19 @@ ADD_GENERATION_PROMPT: Final = "add_generation_prompt"
 """Not a tensor, like ``LOGPROBS``. False: the prompt ends with the last message."""
 CONTINUE_FINAL_MESSAGE: Final = "continue_final_message"
 """Not a tensor, like ``LOGPROBS``. True: the answer goes on with the text of the last message."""
+CHAT_OPTIONS: Final = (
+    TOOLS,
+    CHAT_TEMPLATE_KWARGS,
+    ADD_GENERATION_PROMPT,
+    CONTINUE_FINAL_MESSAGE,
+)
+"""Only with ``MESSAGES``."""
+ADD_SPECIAL_TOKENS: Final = "add_special_tokens"
+"""Not a tensor, like ``LOGPROBS``. Whether the tokenizer adds the tokens that the model expects
+around a prompt. The default is true for ``TEXT_INPUT`` and false for ``MESSAGES``, whose template
+writes them."""
+RETURN_TOKEN_STRS: Final = "return_token_strs"
+"""Not a tensor, and only with the task ``TOKENIZE``: return the text of each token, too."""
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 """Not a tensor, like ``LOGPROBS``. How many of the most likely tokens the output
 ``PROMPT_LOGPROBS_OUTPUT`` lists for each token of the prompt (with ``RETURN_PROMPT_LOGPROBS``)."""
@@ -127,6 +152,7 @@ INPUTS: Final = (
     TensorSpec(INPUT_IDS, "INT32", variable_length=True),
     TensorSpec(MESSAGES, "BYTES"),
     TensorSpec(WATCH_INTERVAL_MS, "INT32"),
+    TensorSpec(TASK, "BYTES"),
     TensorSpec(STREAM, "BOOL"),
     TensorSpec(SAMPLING_PARAMETERS, "BYTES"),
     TensorSpec(EXCLUDE_INPUT_IN_OUTPUT, "BOOL"),
@@ -182,6 +208,8 @@ NUM_SWAPS: Final = "num_swaps"
 QUEUE_LEVEL: Final = "queue_level"
 ENGINE_STATE: Final = "engine_state"
 """JSON of an ``engine_state.EngineState``; the only output of a request that watches."""
+TASK_RESULT: Final = "task_result"
+"""A JSON object; the only output of a request with ``TASK``."""
 
 PERF_OUTPUTS: Final = (
     TensorSpec(ARRIVAL_TIME_NS, "INT64"),
@@ -206,13 +234,14 @@ OUTPUTS: Final = (
     TensorSpec(LOGPROBS_OUTPUT, "BYTES"),
     *PERF_OUTPUTS,
     TensorSpec(ENGINE_STATE, "BYTES"),
+    TensorSpec(TASK_RESULT, "BYTES"),
 )
 
 PARAMETER_KEYS: Final = (
     *(
         spec.name
         for spec in INPUTS
-        if spec.name not in (*PROMPTS, WATCH_INTERVAL_MS, SAMPLING_PARAMETERS)
+        if spec.name not in (*PROMPTS, WATCH_INTERVAL_MS, TASK, SAMPLING_PARAMETERS)
     ),
     STOP,
     LOGPROBS,
@@ -220,6 +249,13 @@ PARAMETER_KEYS: Final = (
     STOP_TOKEN_IDS,
     LOGIT_BIAS,
     STRUCTURED_OUTPUT,
+    SKIP_SPECIAL_TOKENS,
+    MIN_P,
+    ALLOWED_TOKEN_IDS,
+    BAD_WORDS,
+    TRUNCATE_PROMPT_TOKENS,
+    *CHAT_OPTIONS,
+    ADD_SPECIAL_TOKENS,
 )
 """Names that may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats
 ``SAMPLING_PARAMETERS``, and that beats a request parameter. Numbers and booleans may be strings.

@@ -72,6 +72,36 @@ def build_watch_request(model: str, interval_s: float) -> InferRequest:
     return InferRequest(model, {protocol.WATCH_INTERVAL_MS: (interval_ms,), protocol.STREAM: True})
 
 
+def build_description_request(model: str) -> InferRequest:
+    """The request for a ``ModelDescription``."""
+    return InferRequest(model, {protocol.TASK: protocol.DESCRIBE})
+
+
+def build_tokenize_request(
+    model: str,
+    prompt: str | Sequence[Message],
+    options: Mapping[str, Any],
+    *,
+    return_token_strs: bool,
+) -> InferRequest:
+    """The request for a ``Tokenization``. ``options`` are some of ``RequestOptions``.
+
+    Raises:
+        InvalidRequest: a value that the wire cannot carry.
+        TypeError: an unknown option.
+    """
+    name, value = _prompt_input(prompt)
+    parameters = encode_options(options, {protocol.RETURN_TOKEN_STRS: return_token_strs})
+    inputs = {protocol.TASK: protocol.TOKENIZE, name: value}
+    return InferRequest(model, {**inputs, protocol.SAMPLING_PARAMETERS: parameters})
+
+
+def build_detokenize_request(model: str, token_ids: Sequence[int]) -> InferRequest:
+    """The request for the text of tokens. Raises InvalidRequest: one of them is no token id."""
+    ids = _checked_ids(token_ids)
+    return InferRequest(model, {protocol.TASK: protocol.DETOKENIZE, protocol.INPUT_IDS: ids})
+
+
 def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
     if isinstance(prompt, str):
         return protocol.TEXT_INPUT, _checked_text(protocol.TEXT_INPUT, prompt)

@@ -8,7 +8,8 @@ from typing import Any
 
 from fastserve_client import protocol
 from fastserve_client.errors import ServerError
-from fastserve_client.results import Chunk, PerfMetrics, TokenLogprob
+from fastserve_client.model_description import ModelDescription
+from fastserve_client.results import Chunk, PerfMetrics, Tokenization, TokenLogprob
 
 Outputs = Mapping[str, Sequence[Any]]
 """The elements of output tensors, by name."""
@@ -37,6 +38,58 @@ def read_engine_state(model: str, outputs: Outputs) -> str:
         return str(state)
     except (KeyError, ValueError) as error:
         raise unreadable(model, error) from error
+
+
+def read_description(model: str, outputs: Outputs) -> ModelDescription:
+    """The answer to ``build_description_request``.
+
+    Raises:
+        ServerError: the response is not of a fastserve model.
+    """
+    try:
+        fields = _task_result(outputs)
+        return ModelDescription(
+            max_model_len=int(fields["max_model_len"]),
+            chat_template=fields["chat_template"],
+            tool_template=fields.get("tool_template"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable(model, error) from error
+
+
+def read_tokenization(model: str, outputs: Outputs) -> Tokenization:
+    """The answer to ``build_tokenize_request``.
+
+    Raises:
+        ServerError: the response is not of a fastserve model.
+    """
+    try:
+        fields = _task_result(outputs)
+        token_strs = fields.get("token_strs")
+        return Tokenization(
+            token_ids=tuple(fields["token_ids"]),
+            max_model_len=int(fields["max_model_len"]),
+            token_strs=None if token_strs is None else tuple(token_strs),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable(model, error) from error
+
+
+def read_detokenization(model: str, outputs: Outputs) -> str:
+    """The answer to ``build_detokenize_request``.
+
+    Raises:
+        ServerError: the response is not of a fastserve model.
+    """
+    try:
+        return str(_task_result(outputs)["text"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable(model, error) from error
+
+
+def _task_result(outputs: Outputs) -> Any:
+    (text,) = outputs[protocol.TASK_RESULT]
+    return json.loads(text)
 
 
 def _chunk(outputs: Outputs) -> Chunk:

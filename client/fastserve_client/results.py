@@ -66,6 +66,22 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokenization:
+    """The tokens of a text or of a conversation."""
+
+    token_ids: tuple[int, ...]
+    max_model_len: int
+    """Most tokens of a prompt and its answer together."""
+    token_strs: tuple[str, ...] | None = None
+    """The text of each token, if the request asked for it: a special token by its name, and U+FFFD
+    for a part of a character."""
+
+    @property
+    def count(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A whole generation, without the prompt."""
 

@@ -7,7 +7,8 @@ Other unknown keywords are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 KNOWN_FORMATS = frozenset(
@@ -57,3 +58,14 @@ def has_unknown_format(part: dict[str, Any]) -> bool:
     """Whether this part itself has one; parts inside it do not count."""
     wanted = part.get("format")
     return isinstance(wanted, str) and wanted not in KNOWN_FORMATS
+
+
+def without_unknown(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the schema in a form that llguidance takes."""
+    copied = copy.deepcopy(dict(schema))
+    for _, part in schema_parts(copied):
+        if has_unknown_format(part):
+            del part["format"]
+        if part.get("uniqueItems") is False:  # the default, and llguidance refuses the keyword
+            del part["uniqueItems"]
+    return copied

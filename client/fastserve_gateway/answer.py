@@ -1,4 +1,4 @@
-"""What completions and chat completions share: jobs, usage, and the frame of an answer."""
+"""Answers: what a route makes of a request's jobs. Completions and chat completions share most."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastserve_client import protocol
-from fastserve_client.options import RequestOptions, ServiceOptions
+from fastserve_client.options import Prompt, RequestOptions, ServiceOptions
 from fastserve_client.results import Chunk, Completion
 
+from fastserve_gateway.errors import ApiError
 from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
@@ -34,6 +35,11 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """One server-sent event whose name is the payload's ``type``."""
+    return f"event: {payload['type']}\n".encode() + event(payload)
+
+
 @dataclass(slots=True)
 class Usage:
     """Tokens of one request. A prompt with several answers counts once."""
@@ -42,6 +48,8 @@ class Usage:
     """Answers to each prompt. Those of one prompt are neighbours."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Those of the completion tokens that are reasoning; None: not counted."""
     cached_tokens: dict[int, int] = field(default_factory=dict)
     """For each prompt the least of its answers. The other answers may have used what that one
     computed."""
@@ -56,17 +64,63 @@ class Usage:
             least = self.cached_tokens.get(prompt, part.num_cached_tokens)
             self.cached_tokens[prompt] = min(least, part.num_cached_tokens)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self.cached_tokens.values())
+
     def to_json(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            details = {"reasoning_tokens": self.reasoning_tokens}
+            usage["completion_tokens_details"] = details
+        return usage
 
 
 class Answer(ABC):
     """Turns one request into jobs, and their results into the API's JSON."""
+
+    @property
+    @abstractmethod
+    def streams(self) -> bool:
+        """Whether the request wants events, or one whole answer."""
+
+    @abstractmethod
+    def jobs(self, service: ServiceOptions) -> list[CompletionJob]: ...
+
+    @abstractmethod
+    def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
+        """The answer to a request without ``stream``. Completions are in the order of ``jobs``."""
+
+    @abstractmethod
+    def events(
+        self, chunks: AsyncGenerator[tuple[int, Chunk], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream. The first comes after the first chunk, or it would have the
+        status 200 whatever becomes of the jobs.
+
+        Raises ClientError, as ``chunks`` does.
+        """
+
+    @abstractmethod
+    def field_names(self) -> Mapping[str, str]:
+        """Names of the server's fields in this request, where they differ from completions."""
+
+    def unused_fields(self) -> list[str]:
+        """Fields of the request that this model has no use for."""
+        return []
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream whose jobs failed."""
+        return event(error.body)
+
+
+class ChoicesAnswer(Answer):
+    """An answer with choices: ``n`` for each prompt."""
 
     id_prefix: ClassVar[str]
     object: ClassVar[str]
@@ -90,7 +144,6 @@ class Answer(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the request wants events, or one whole answer."""
         return bool(self._request.stream)
 
     @abstractmethod
@@ -102,39 +155,48 @@ class Answer(ABC):
         """One choice of a stream's event; ``None``: the chunk has no news."""
 
     def field_names(self) -> Mapping[str, str]:
-        """Names of the server's fields in this request, where they differ from completions."""
         return self._fields
+
+    def job_options(self) -> RequestOptions:
+        """All options but the seed."""
+        return self._request.options()
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._request.prompts
+
+    def on_chunk(self, index: int) -> Callable[[Chunk], None] | None:
+        """See ``CompletionJob``; ``index`` is the choice's."""
+        return None
+
+    def reasoning_tokens(self) -> int | None:
+        """Of all choices so far; None: they are not counted."""
+        return None
 
     def jobs(self, service: ServiceOptions) -> list[CompletionJob]:
         """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed."""
         request = self._request
-        options = RequestOptions(**request.options(), **service)
-        return [
-            CompletionJob(
-                prompt,
-                f"{self._id}-{place * request.num_choices + choice}",
-                {**options, "seed": request.choice_seed(choice)},
-            )
-            for place, prompt in enumerate(request.prompts)
-            for choice in range(request.num_choices)
-        ]
+        options = RequestOptions(**self.job_options(), **service)
+        jobs: list[CompletionJob] = []
+        for prompt in self.prompts():
+            for choice in range(request.num_choices):
+                seeded: RequestOptions = {**options, "seed": request.choice_seed(choice)}
+                index = len(jobs)
+                job_id = f"{self._id}-{index}"
+                jobs.append(CompletionJob(prompt, job_id, seeded, self.on_chunk(index)))
+        return jobs
 
     def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
-        """The answer to a request without ``stream``. Completions are in the order of ``jobs``."""
         usage = Usage(self._request.num_choices)
         choices = []
         for index, completion in enumerate(completions):
             usage.add(index, completion)
             choices.append(self.choice(index, completion))
+        usage.reasoning_tokens = self.reasoning_tokens()
         return {**self._frame(self.object, choices), "usage": usage.to_json()}
 
     async def events(
         self, chunks: AsyncGenerator[tuple[int, Chunk], None]
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, with ``[DONE]`` at the end.
-
-        Raises ClientError, as ``chunks`` does.
-        """
         usage = Usage(self._request.num_choices)
         include_usage = self._request.include_usage
         async with aclosing(chunks):
@@ -145,6 +207,7 @@ class Answer(ABC):
                     frame = self._frame(self.chunk_object, [choice])
                     yield event({**frame, "usage": None} if include_usage else frame)
         if include_usage:
+            usage.reasoning_tokens = self.reasoning_tokens()
             yield event({**self._frame(self.chunk_object, []), "usage": usage.to_json()})
         yield DONE
 

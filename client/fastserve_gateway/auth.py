@@ -61,26 +61,27 @@ class ApiKeys:
         """Whether there are keys."""
         return bool(self._digests)
 
-    def check(self, authorization: str | None, host: str) -> Caller:
-        """Returns who sends the request.
+    def check(self, authorization: str | None, x_api_key: str | None, host: str) -> Caller:
+        """Returns who sends the request. Each key may come in either of two headers.
 
-        Raises ApiError: 401: there are keys, and the header ``Authorization`` has none of them.
-        403: there are no keys, and the header ``Host`` is no name of this machine.
+        Raises ApiError: 401: there are keys, and neither ``Authorization`` nor ``x-api-key`` has
+        one of them. 403: there are no keys, and the header ``Host`` is no name of this machine.
         """
         if not self._digests:
             _check_host(host)
             return self._anybody
-        scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))  # ASGI servers decode headers so
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "a valid API key is required, as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return self._callers[matches.index(True)]
+        scheme, _, bearer = (authorization or "").partition(" ")
+        for key in (bearer if scheme.lower() == "bearer" else "", x_api_key or ""):
+            given = _digest(key.strip().encode("latin-1"))  # ASGI servers decode headers so
+            matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+            if any(matches):
+                return self._callers[matches.index(True)]
+        raise ApiError(
+            401,
+            "a valid API key is required, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 def _check_host(host: str) -> None:

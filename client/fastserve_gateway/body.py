@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from codecs import BOM_UTF8
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -14,7 +14,8 @@ from starlette.requests import Request
 
 from fastserve_gateway.errors import ApiError, from_validation, invalid, no_such_model
 from fastserve_gateway.held_bodies import Take
-from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.schemas import RequestBody
+from fastserve_gateway.strict_fields import Body
 
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
 # The header must stay short, whatever names a client gives its fields.
@@ -23,12 +24,10 @@ _MAX_NAME_CHARS = 64
 READ_TIMEOUT_S = 60.0
 """How long a body may take. A vanished client would hold its part of the memory for ever."""
 
-RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
-async def read_body(
-    request: Request, schema: type[RequestT], max_bytes: int, take: Take
-) -> RequestT:
+async def read_body(request: Request, schema: type[BodyT], max_bytes: int, take: Take) -> BodyT:
     """Returns the fields of a JSON body.
 
     Raises:
@@ -69,7 +68,7 @@ async def read_body(
     return fields
 
 
-def parse_body(body: bytes | bytearray, schema: type[RequestT]) -> RequestT:
+def parse_body(body: bytes | bytearray, schema: type[BodyT]) -> BodyT:
     """Skips a byte order mark before the body (RFC 8259, 8.1). Raises ApiError (400)."""
     try:
         # Not model_validate_json: its own form of the JSON takes more memory than the fields.
@@ -80,16 +79,11 @@ def parse_body(body: bytes | bytearray, schema: type[RequestT]) -> RequestT:
         raise ApiError(400, f"the body is no JSON: {error}") from None
 
 
-def check_fields(
-    body: CompletionRequest | ChatRequest, model: str, max_jobs: int, *, strict: bool
-) -> dict[str, str]:
-    """Checks the model's name, the number of answers, and unknown fields.
-
-    Returns:
-        Headers of the answer: the names of ignored fields, if any.
+def check_fields(body: RequestBody, model: str, max_jobs: int) -> None:
+    """Checks the model's name and the number of answers.
 
     Raises:
-        ApiError: another model (404), too many answers, or with ``strict`` an unknown field (400).
+        ApiError: another model (404), or too many answers (400).
     """
     if body.model != model:
         raise no_such_model(model)
@@ -99,12 +93,20 @@ def check_fields(
             f"got {body.num_prompts} prompts with {body.num_choices} answers each; "
             f"at most {max_jobs} answers in all",
         )
-    names = [quote(name[:_MAX_NAME_CHARS]) for name in body.unknown_fields()[:_MAX_NAMES]]
-    if not names:
+
+
+def ignored_fields(names: Sequence[str], *, strict: bool) -> dict[str, str]:
+    """Headers of the answer: the names of ignored fields, if any.
+
+    Raises:
+        ApiError: there are some, and ``strict`` (400).
+    """
+    shown = [quote(name[:_MAX_NAME_CHARS]) for name in names[:_MAX_NAMES]]
+    if not shown:
         return {}
     if strict:
-        raise invalid(names[0], "unknown field")
-    return {IGNORED_FIELDS_HEADER: ", ".join(names)}
+        raise invalid(shown[0], "unknown field")
+    return {IGNORED_FIELDS_HEADER: ", ".join(shown)}
 
 
 def _too_large(max_bytes: int, headers: Mapping[str, str] | None = None) -> ApiError:

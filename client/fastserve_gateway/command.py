@@ -19,9 +19,10 @@ from fastserve_client.errors import InvalidRequest
 from fastserve_client.http_aio_transport import AioHttpTransport
 from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S, is_loopback, listen
 
-from fastserve_gateway.app import GatewaySettings, create_app, end_answers, end_live_view
+from fastserve_gateway.app import create_app, end_answers, end_live_view
 from fastserve_gateway.http_connection import HttpConnection
 from fastserve_gateway.live import EVENTS_PATH
+from fastserve_gateway.settings import GatewaySettings
 
 # Answers that take longer end with an error.
 _DRAIN_TIMEOUT_S = 30.0

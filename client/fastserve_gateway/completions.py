@@ -8,11 +8,11 @@ from typing import Any
 
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
-from fastserve_gateway.answer import Answer
+from fastserve_gateway.answer import ChoicesAnswer
 from fastserve_gateway.schemas import CompletionRequest
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's JSON shape, and how the client's errors map to them."""
+"""Errors in the JSON shapes of OpenAI and Anthropic, and how the client's errors map to them."""
 
 from __future__ import annotations
 
@@ -58,25 +58,46 @@ class ApiError(Exception):
                 "code": code,
             }
         }
+        """In OpenAI's shape."""
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """In Anthropic's shape."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The answer to a request for ``path``."""
+        is_anthropic = path.startswith(MESSAGES_PATH)
+        body = self.anthropic_body if is_anthropic else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
+MESSAGES_PATH = "/v1/messages"
+"""The routes of Anthropic's API begin with it."""
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "api_error",
+}
 
 # The wording of gRPC and of HTTP.
 _TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
 
-# The server's field → the field of completions.
-_FIELDS = {
+SERVER_FIELDS = {
     protocol.TEXT_INPUT: "prompt",
     protocol.INPUT_IDS: "prompt",
     protocol.STOP_WORDS: "stop",
     **protocol.SLO_HEADERS,
 }
+"""The server's field → the field of completions, where they differ."""
 
 
 # Types of pydantic's errors whose own messages name Python classes.
@@ -100,8 +121,8 @@ def no_such_route() -> ApiError:
     """Names the routes of the API. Its reader mostly has a wrong base URL, or wants another API."""
     return ApiError(
         404,
-        "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
-        "GET /v1/models",
+        "no such route; there are POST /v1/chat/completions, POST /v1/completions, "
+        "POST /v1/responses, POST /v1/messages and GET /v1/models",
     )
 
 
@@ -118,7 +139,11 @@ def from_validation(error: ValidationError) -> ApiError:
         return invalid(param, message)
     # A mistake of several fields: the schema's own message begins with one of them.
     name, separator, reason = message.partition(": ")
-    return invalid(name, reason) if separator and name.isidentifier() else ApiError(400, message)
+    return invalid(name, reason) if separator and _is_path(name) else ApiError(400, message)
+
+
+def _is_path(name: str) -> bool:
+    return all(part.isidentifier() or part.isdecimal() for part in name.split("."))
 
 
 def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError:
@@ -132,7 +157,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     error.__traceback__ = None
     if isinstance(error, InvalidRequest):
         code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
-        return _refused(str(error), _FIELDS | dict(fields), code)
+        return _refused(str(error), SERVER_FIELDS | dict(fields), code)
     if isinstance(error, ServerOverloaded):
         if error.retry_after_s is None:
             return ApiError(429, str(error), code="queue_full")

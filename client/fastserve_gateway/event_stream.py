@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 from fastserve_client.errors import ClientError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fastserve_gateway.answer import event
 from fastserve_gateway.disconnect import while_connected
-from fastserve_gateway.errors import from_client_error
 
 
 class EventStream(StreamingResponse):
@@ -20,7 +18,7 @@ class EventStream(StreamingResponse):
     client goes away. It closes ``events`` in any case.
 
     Args:
-        field_names: see ``from_client_error``.
+        last_event: the event for an error of a job.
     """
 
     def __init__(
@@ -28,13 +26,13 @@ class EventStream(StreamingResponse):
         first: bytes,
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str],
-        field_names: Mapping[str, str],
+        last_event: Callable[[ClientError], bytes],
     ) -> None:
         # A proxy that buffers or caches would delay the tokens.
         headers = {**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._body(first), headers=headers, media_type="text/event-stream")
         self._events = events
-        self._field_names = field_names
+        self._last_event = last_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -48,4 +46,4 @@ class EventStream(StreamingResponse):
             async for one in self._events:
                 yield one
         except ClientError as error:
-            yield event(from_client_error(error, self._field_names).body)
+            yield self._last_event(error)

@@ -195,7 +195,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._unanswered:  # a refusal would land in the middle of an answer
             self.transport.abort()
             return
-        response = ApiError(status, reason).response()
+        response = ApiError(status, reason).response("")
         headers = [*response.raw_headers, (b"connection", b"close")]
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", response.body)))

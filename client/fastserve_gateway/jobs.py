@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class CompletionJob:
     request_id: str
     """Appears in the server's logs."""
     options: RequestOptions
+    on_chunk: Callable[[Chunk], None] | None = None
+    """If the whole answer is wanted, it is called with each chunk of it."""
 
 
 async def complete_all(
@@ -34,10 +36,7 @@ async def complete_all(
 
     Raises ClientError.
     """
-    tasks = [
-        asyncio.ensure_future(client.generate(job.prompt, request_id=job.request_id, **job.options))
-        for job in jobs
-    ]
+    tasks = [asyncio.ensure_future(_complete(client, job)) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
     except ClientError:
@@ -84,6 +83,17 @@ async def stream_all(
         raise
     finally:
         await cancel_all(tasks)
+
+
+async def _complete(client: AsyncFastServeClient, job: CompletionJob) -> Completion:
+    if job.on_chunk is None:
+        return await client.generate(job.prompt, request_id=job.request_id, **job.options)
+    chunks = []
+    async with _stream(client, job) as stream:
+        async for chunk in stream:
+            job.on_chunk(chunk)
+            chunks.append(chunk)
+    return Completion.from_chunks(chunks)
 
 
 def _stream(client: AsyncFastServeClient, job: CompletionJob) -> AsyncTokenStream:

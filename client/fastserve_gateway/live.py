@@ -1,4 +1,4 @@
-"""Routes of the live view: the page's files, and its events."""
+"""Routes of the live view: the page's files, its events, and the tools of its chat."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import APIRouter, Depends
-from starlette.responses import FileResponse, Response
+from fastserve_chat.demo import Demo
+from fastserve_chat.demo_tools import NO_TOOL, run_demo_tool
+from fastserve_chat.hermes_prompt import knows_tools
+from fastserve_client.errors import ClientError
+from starlette.responses import FileResponse, JSONResponse, Response
 
-from fastserve_gateway.errors import no_such_route
+from fastserve_gateway.answer import event
+from fastserve_gateway.errors import from_client_error, no_such_route
 from fastserve_gateway.event_stream import EventStream
 from fastserve_gateway.live_feed import LiveFeed
+from fastserve_gateway.model_formats import DescribedFormats
 
 _FOLDER = Path(__file__).parent / "live_page"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -29,26 +35,53 @@ _HEADERS = {
 
 
 def live_routes(
-    feed: Callable[[], LiveFeed], require_key: Callable[..., Awaitable[object]]
+    feed: Callable[[], LiveFeed],
+    formats: Callable[[], DescribedFormats],
+    require_key: Callable[..., Awaitable[object]],
 ) -> APIRouter:
     """The routes.
 
     Args:
         feed: called at each request for events.
-        require_key: dependency of the events. The page itself has nothing to protect.
+        formats: called at each request for tools.
+        require_key: dependency of events and tools. The page itself has nothing to protect.
     """
     router = APIRouter()
+    with_key = Depends(require_key)
     files = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _MEDIA_TYPES}
 
     @router.get("/live")
     async def page() -> Response:
         return _file(files[_PAGE])
 
-    @router.get(EVENTS_PATH, dependencies=[Depends(require_key)])
+    @router.get(EVENTS_PATH, dependencies=[with_key])
     async def events() -> Response:
         stream = feed().events()
         first = await anext(stream)  # comes at once, or raises an error with its status
-        return EventStream(first, stream, {}, {})
+        return EventStream(
+            first, stream, {}, lambda error: event(from_client_error(error, {}).body)
+        )
+
+    @router.get("/live/tools", dependencies=[with_key])
+    async def tools() -> Response:
+        try:
+            template = (await formats().current()).template
+        except ClientError as error:
+            raise from_client_error(error, {}) from None
+        demo = Demo.of_model(knows_tools=knows_tools(template))
+        return JSONResponse(
+            {
+                "tools": demo.tools,
+                "tool_choice": demo.tool_choice,
+                "examples": demo.examples,
+                "temperature": demo.temperature,
+                "no_tool": NO_TOOL,
+            }
+        )
+
+    @router.get("/live/tools/{name}", dependencies=[with_key])
+    async def run_tool(name: str, arguments: str = "{}") -> Response:
+        return JSONResponse({"result": run_demo_tool(name, arguments)})
 
     @router.get("/live/{name}")
     async def file(name: str) -> Response:

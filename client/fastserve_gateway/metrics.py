@@ -78,9 +78,8 @@ class RequestMetrics:
             logger.error("unexpected %s:\n%s", type(error).__name__, places)
             if status is not None:
                 raise ConnectionAbortedError from None  # the server closes the connection
-            await ApiError(500, "internal error of the gateway").response()(
-                scope, receive, observed_send
-            )
+            answer = ApiError(500, "internal error of the gateway").response(scope["path"])
+            await answer(scope, receive, observed_send)
         finally:
             route = getattr(scope.get("route"), "path", _OTHER)
             seconds = time.perf_counter() - started_s

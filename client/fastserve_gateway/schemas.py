@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
-from fastserve_client.message_text import NOT_TEXT, joined_text
-from fastserve_client.options import Message, Prompt, SamplingOptions
+from fastserve_client.message_text import joined_text
+from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from fastserve_gateway.chat_message import ChatMessage, fill_content, for_template
+from fastserve_gateway.strict_fields import Body, StrictFields
+from fastserve_gateway.tool_fields import (
+    MAX_TOOLS,
+    FunctionTool,
+    ToolChoice,
+    check_tools,
+    unknown_tool_fields,
+)
 
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
@@ -25,6 +34,8 @@ MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
 """The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to
 refuse them, other requests wait."""
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 64
 
 # A field that may hold millions of values is checked as a whole, up to its first mistake. pydantic
 # would keep an error for each value, and for each member of a union.
@@ -38,20 +49,6 @@ def _check_prompt(value: Any) -> Any:
     raise ValueError("must be text, token ids, or a list of at least one of them")
 
 
-def _check_content(value: Any) -> Any:
-    if joined_text(value) is None:
-        raise ValueError(NOT_TEXT)
-    return value
-
-
-def _fill_content(message: Any) -> Any:
-    """Adds empty content to an assistant's message with tool calls, which clients send back."""
-    if not isinstance(message, dict) or message.get("content") is not None:
-        return message
-    only_calls = message.get("role") == "assistant" and message.get("tool_calls")
-    return {**message, "content": ""} if only_calls else message
-
-
 def _check_stop(value: Any) -> Any:
     if value is None or isinstance(value, str) or _is_short(str, value, MAX_STOP_WORDS):
         return value
@@ -62,6 +59,18 @@ def _check_token_ids(value: Any) -> Any:
     if value is None or type(value) is int or _is_short(int, value, MAX_STOP_TOKEN_IDS):
         return value
     raise ValueError(f"must be a token id or a list of at most {MAX_STOP_TOKEN_IDS} of them")
+
+
+def _check_allowed(value: Any) -> Any:
+    if value is None or (_all(int, value) and len(value) <= MAX_ALLOWED_TOKEN_IDS):
+        return value
+    raise ValueError(f"must be a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, or left out")
+
+
+def _check_bad_words(value: Any) -> Any:
+    if value is None or _is_short(str, value, MAX_BAD_WORDS):
+        return value
+    raise ValueError(f"must be a list of at most {MAX_BAD_WORDS} texts")
 
 
 def _without_false(value: Any) -> Any:
@@ -91,10 +100,10 @@ def _all(kind: type, value: Any) -> bool:
 _OTHER_FORM = (
     "must be left out; response_format or structured_output says what an answer looks like"
 )
-_BIAS = "must be left out; logit_bias bans tokens"
 _UNSUPPORTED = {
-    "tools": "must be empty or left out",
-    "functions": "must be empty or left out",
+    "tools": "must be empty or left out",  # of completions
+    "functions": "must be empty or left out; tools takes its place",
+    "function_call": "must be empty or left out; tool_choice takes its place",
     "suffix": "must be empty or left out",
     "best_of": "must be at most n or left out",
     # Fields of vLLM and llama.cpp.
@@ -105,8 +114,6 @@ _UNSUPPORTED = {
     "structured_outputs": _OTHER_FORM,
     "grammar": _OTHER_FORM,
     "json_schema": _OTHER_FORM,
-    "bad_words": _BIAS,
-    "allowed_token_ids": _BIAS,
 }
 """Fields that would change the answer, and the values at which they change nothing."""
 _MAX_KIND_CHARS = 32
@@ -131,21 +138,11 @@ def _got(value: Any) -> str:
     return _JSON_KINDS.get(type(value), "a value")
 
 
-class _Fields(BaseModel):
-    """Strict: "5" is not 5. Undeclared fields are kept, so that they can be named."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    def unknown_fields(self) -> list[str]:
-        """Fields that nothing here reads. A field that is null does not count."""
-        return [name for name, value in (self.model_extra or {}).items() if value is not None]
-
-
-class StreamOptions(_Fields):
+class StreamOptions(StrictFields):
     include_usage: bool | None = None
 
 
-class JSONSchema(_Fields):
+class JSONSchema(StrictFields):
     """A schema that the answer follows, whether ``strict`` or not."""
 
     name: str
@@ -154,11 +151,12 @@ class JSONSchema(_Fields):
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
+ServiceTier = Literal["auto", "default", "priority", "flex"]
 TIER_PRIORITIES = {"auto": 0, "default": 0, "priority": -1, "flex": 1}
 """The priority of each of OpenAI's service tiers."""
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(StrictFields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
     bare_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
@@ -187,35 +185,18 @@ class ResponseFormat(_Fields):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class _GenerationRequest(_Fields):
-    """Fields that completions and chat completions share."""
+class RequestBody(Body):
+    """Fields of each request for tokens: for whom it is, and how urgent."""
 
     model: str
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
-    stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
-    ignore_eos: bool | None = None
-    logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
-    response_format: ResponseFormat | None = None
-    structured_output: dict[str, Any] | None = None
     priority: int | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
     session_id: Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)] | None = None
 
     @model_validator(mode="after")
-    def _check_service_tier(self) -> _GenerationRequest:
+    def _check_service_tier(self) -> RequestBody:
         if self.service_tier is None or self.priority is None:
             return self
         if self.priority != TIER_PRIORITIES[self.service_tier]:
@@ -224,6 +205,55 @@ class _GenerationRequest(_Fields):
                 f"{TIER_PRIORITIES[self.service_tier]}, and another priority; give one of them"
             )
         return self
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def wanted_priority(self) -> int | None:
+        """The priority that the request names; ``None``: it leaves that to the server."""
+        if self.priority is None and self.service_tier not in (None, "auto"):
+            return TIER_PRIORITIES[self.service_tier]
+        return self.priority
+
+    @property
+    def priority_field(self) -> str:
+        """The field that decides the priority."""
+        return "service_tier" if self.priority is None and self.service_tier else "priority"
+
+    @property
+    def answered_tier(self) -> str | None:
+        """The field ``service_tier`` of the answer; ``None``: it has none, as with OpenAI."""
+        return "default" if self.service_tier == "auto" else self.service_tier
+
+
+class _GenerationRequest(RequestBody):
+    """Fields that completions and chat completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
+    stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
+    ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
+    allowed_token_ids: Annotated[list[int] | None, PlainValidator(_check_allowed)] = None
+    bad_words: Annotated[list[str] | None, PlainValidator(_check_bad_words)] = None
+    truncate_prompt_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_output: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_structured_output(self) -> _GenerationRequest:
@@ -252,27 +282,6 @@ class _GenerationRequest(_Fields):
         return 1 if self.n is None else self.n
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
-    def wanted_priority(self) -> int | None:
-        """The priority that the request names; ``None``: it leaves that to the server."""
-        if self.priority is None and self.service_tier not in (None, "auto"):
-            return TIER_PRIORITIES[self.service_tier]
-        return self.priority
-
-    @property
-    def priority_field(self) -> str:
-        """The field that decides the priority."""
-        return "service_tier" if self.priority is None and self.service_tier else "priority"
-
-    @property
-    def answered_tier(self) -> str | None:
-        """The field ``service_tier`` of the answer; ``None``: it has none, as with OpenAI."""
-        return "default" if self.service_tier == "auto" else self.service_tier
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -287,25 +296,31 @@ class _GenerationRequest(_Fields):
         ):
             if part:
                 names += [f"{prefix}.{name}" for name in part.unknown_fields()]
-        schema = (self._wanted_output() or {}).get("json_schema")
+        schema = (self.wanted_output or {}).get("json_schema")
         parts = islice(schema_parts(schema, f"{self.schema_field}."), _MAX_SCHEMA_PARTS)
         return [*names, *(f"{path}format" for path, part in parts if has_unknown_format(part))]
 
-    def _common_options(self) -> SamplingOptions:
-        return SamplingOptions(
+    def _common_options(self) -> RequestOptions:
+        return RequestOptions(
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             stop=None if self.stop == [] else self.stop,
             stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            add_special_tokens=self.add_special_tokens,
+            skip_special_tokens=self.skip_special_tokens,
             logit_bias=self.logit_bias or None,
-            structured_output=self._wanted_output(),
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words or None,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            structured_output=self.wanted_output,
         )
 
     @property
@@ -316,7 +331,9 @@ class _GenerationRequest(_Fields):
         is_bare = self.response_format is not None and self.response_format.json_schema is None
         return "response_format.schema" if is_bare else "response_format.json_schema.schema"
 
-    def _wanted_output(self) -> dict[str, Any] | None:
+    @property
+    def wanted_output(self) -> dict[str, Any] | None:
+        """The server's field ``structured_output``."""
         formatted = self.response_format and self.response_format.structured_output
         return formatted or self.structured_output
 
@@ -352,40 +369,34 @@ class CompletionRequest(_GenerationRequest):
     def num_prompts(self) -> int:
         return len(self.prompts)
 
-    def options(self) -> SamplingOptions:
+    def options(self) -> RequestOptions:
         """All options but the seed. ``max_tokens`` has the server's default, 16, as OpenAI's."""
-        return SamplingOptions(**self._common_options(), logprobs=self.logprobs)
-
-
-class ChatMessage(TypedDict):
-    """A dictionary, because it takes a quarter of the memory of a pydantic object."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-
-    role: str
-    content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
-    """Text, or parts of type text."""
-    tool_calls: NotRequired[list[dict[str, Any]] | None]
-    """For the chat template. Other fields of tools are refused."""
-
-
-def _for_template(message: ChatMessage) -> Message:
-    kept: dict[str, Any] = {"role": message["role"], "content": joined_text(message["content"])}
-    if message.get("tool_calls"):
-        kept["tool_calls"] = message["tool_calls"]
-    return kept
+        return RequestOptions(**self._common_options(), logprobs=self.logprobs)
 
 
 class ChatRequest(_GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[
-        list[Annotated[ChatMessage, BeforeValidator(_fill_content)]],
+        list[Annotated[ChatMessage, BeforeValidator(fill_content)]],
         Field(min_length=1, fail_fast=True),
     ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template, unless ``chat_template_kwargs`` has it."""
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        check_tools(self.tools or [], self.tool_choice)
+        return self
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
@@ -397,8 +408,12 @@ class ChatRequest(_GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """One conversation: a copy without fields that nothing here reads."""
-        return [[_for_template(one) for one in self.messages]]
+        return [self.template_messages]
+
+    @property
+    def template_messages(self) -> list[Message]:
+        """The conversation: a copy without fields that nothing here reads."""
+        return [for_template(one) for one in self.messages]
 
     def unknown_fields(self) -> list[str]:
         known = ChatMessage.__annotations__.keys()
@@ -416,12 +431,26 @@ class ChatRequest(_GenerationRequest):
             for name, value in part.items()
             if name not in ("type", "text") and value is not None
         }
-        return [*super().unknown_fields(), *sorted(nested)]
+        tools = unknown_tool_fields(self.tools or [])
+        return [*super().unknown_fields(), *sorted(nested), *tools]
 
-    def options(self) -> SamplingOptions:
+    def told_texts(self) -> list[str]:
+        """What the model is told, in order."""
+        told = (one for one in self.messages if one["role"] in ("system", "user"))
+        return [joined_text(one["content"]) or "" for one in told]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside the conversation and the tools."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return {**effort, **(self.chat_template_kwargs or {})}
+
+    def options(self) -> RequestOptions:
         """All options but the seed. Without ``max_tokens`` the answer may take what the prompt
         leaves."""
-        options = SamplingOptions(
+        options = RequestOptions(
             **self._common_options(), logprobs=(self.top_logprobs or 0) if self.logprobs else None
         )
         if self.max_completion_tokens is not None:
@@ -429,4 +458,7 @@ class ChatRequest(_GenerationRequest):
         elif self.max_tokens is None:
             options["max_tokens"] = MAX_INT32
             options["clip_max_tokens"] = True
+        options["chat_template_kwargs"] = self.template_variables or None
+        options["add_generation_prompt"] = self.add_generation_prompt
+        options["continue_final_message"] = self.continue_final_message
         return options

@@ -9,15 +9,13 @@ from starlette.datastructures import Headers
 
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.errors import ApiError, invalid
-from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.schemas import RequestBody
 
 # A header may be long, and a message should not.
 _MAX_SHOWN_CHARS = 40
 
 
-def service_options(
-    body: CompletionRequest | ChatRequest, headers: Headers, caller: Caller
-) -> ServiceOptions:
+def service_options(body: RequestBody, headers: Headers, caller: Caller) -> ServiceOptions:
     """What the request's jobs ask for. The server checks the ranges of these values.
 
     Raises:

@@ -6,14 +6,44 @@ from dataclasses import dataclass
 from random import Random
 
 from fastserve_client import protocol
+from fastserve_gateway.messages_schema import ConversationRequest, MessagesRequest
+from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.strict_fields import Body
+from fastserve_gateway.tokenization import DetokenizeRequest, TokenizeRequest
 from fuzzed_values import GOOD, TENSORS, TRITON_FIELDS, boolean, draw_body, mostly, text
 
 GATEWAY, TRITON_HTTP = "gateway", "Triton HTTP"
 
-_OTHER_FIELDS = ("suffix", "tools", "best_of", "guided_regex", "user", "parameters", "stop_words")
-SCHEMAS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-REQUIRED = {"/v1/completions": ("model", "prompt"), "/v1/chat/completions": ("model", "messages")}
+_OTHER_FIELDS = (
+    "suffix",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "best_of",
+    "guided_regex",
+    "user",
+    "parameters",
+    "stop_words",
+)
+SCHEMAS: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": ConversationRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+REQUIRED = {
+    "/v1/completions": ("model", "prompt"),
+    "/v1/chat/completions": ("model", "messages"),
+    "/v1/responses": ("model", "input", "max_output_tokens"),
+    "/v1/messages": ("model", "messages", "max_tokens"),
+    "/v1/messages/count_tokens": ("model", "messages"),
+    "/tokenize": ("prompt",),
+    "/detokenize": ("tokens",),
+}
 _MODEL = f"/v2/models/{protocol.MODEL_NAME}"
 _GENERATE = (f"{_MODEL}/generate", f"{_MODEL}/generate_stream")
 

@@ -109,14 +109,36 @@ _FORMATS = _one_of(
     ),
     *({"type": "json_schema", "json_schema": {"name": "a"}}, {"type": "json_object", "schema": {}}),
 )
+_TOOLS = (
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
+    *({"type": "function"}, {}, "add"),
+)
+
+
+_ITEMS = (
+    *("text", "input_text", "image_url", "tool_use", "tool_result", "thinking"),
+    *("reasoning", "function_call", "function_call_output", "message"),
+)
+
+
+def _item(rng: Random) -> dict[str, Any]:
+    """An item, block or part of one of the APIs."""
+    names = ("call_id", "name", "arguments", "output", "id", "input", "tool_use_id", "content")
+    fields = {name: rng.choice((text, text, junk))(rng) for name in rng.choices(names, k=4)}
+    return {"type": rng.choice(_ITEMS), **fields}
+
+
+def _part(rng: Random) -> dict[str, Any]:
+    return {"type": "text", "text": text(rng)} if boolean(rng) else _item(rng)
 
 
 def _message(rng: Random) -> dict[str, Any]:
     message = {"role": rng.choice(("user", "user", "system", "assistant", "tool", "\0"))}
-    parts = [{"type": rng.choice(("text", "text", "image_url")), "text": text(rng)}]
-    message["content"] = text(rng) if rng.random() < 0.7 else parts
+    message["content"] = text(rng) if rng.random() < 0.7 else _some(_part, 1)(rng)
     if rng.random() < 0.2:
-        message[rng.choice(("name", "tool_calls", "content", "refusal"))] = junk(rng)
+        message[rng.choice(("name", "tool_calls", "tool_call_id", "content", "refusal"))] = junk(
+            rng
+        )
     return message
 
 
@@ -142,7 +164,9 @@ def _sampling_parameters(rng: Random) -> str:
 
 
 _FLAGS = (spec.name for spec in protocol.INPUTS if spec.datatype == "BOOL")
-GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boolean) | {
+GOOD: dict[str, Draw] = dict.fromkeys(
+    (*_FLAGS, protocol.CLIP_MAX_TOKENS, protocol.ADD_SPECIAL_TOKENS), boolean
+) | {
     "model": _one_of(protocol.MODEL_NAME),
     "prompt": either(_PROMPT, _PROMPT, _TOKEN_IDS, _some(_PROMPT), _some(_TOKEN_IDS)),
     "n": whole_number(1, 3),
@@ -150,12 +174,25 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
     "max_completion_tokens": _FEW,
     "response_format": _FORMATS,
     "top_logprobs": whole_number(0, 3),
+    "input": either(text, _some(either(_message, _item), 1)),
+    "max_output_tokens": _FEW,
+    "include": _one_of([], ["message.output_text.logprobs"]),
+    "reasoning": _one_of({}, {"effort": "low"}, {"effort": "none", "summary": "auto"}),
+    "text": lambda rng: {"format": _FORMATS(rng)},
+    "store": boolean,
+    "stop_sequences": _some(text),
+    "system": either(text, _some(_part)),
+    "thinking": _one_of({"type": "enabled", "budget_tokens": 9}, {"type": "disabled"}, {}),
+    "output_config": _one_of({}, {"format": {"type": "json_schema", "schema": _SCHEMA}}),
+    "tokens": _TOKEN_IDS,
+    protocol.RETURN_TOKEN_STRS: boolean,
     "echo": _one_of(False),
     "parameters": _parameters,
     protocol.TEXT_INPUT: _PROMPT,
     protocol.INPUT_IDS: _TOKEN_IDS,
     protocol.MESSAGES: _some(_message, 1),
     protocol.WATCH_INTERVAL_MS: whole_number(40, 10_010),
+    protocol.TASK: _one_of(*protocol.TASKS, "sing"),
     protocol.MAX_TOKENS: _FEW,
     protocol.MIN_TOKENS: whole_number(0, 4),
     protocol.TEMPERATURE: _between(0.0, 2.0),
@@ -169,8 +206,21 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
     protocol.STOP: either(text, _some(text)),
     protocol.STOP_TOKEN_IDS: either(_TOKEN_ID, _TOKEN_IDS),
     protocol.LOGIT_BIAS: _biases,
+    protocol.MIN_P: _between(0.0, 1.0),
+    protocol.ALLOWED_TOKEN_IDS: _TOKEN_IDS,
+    protocol.BAD_WORDS: _some(text),
+    protocol.TRUNCATE_PROMPT_TOKENS: either(_one_of(-1), whole_number(1, 300)),
+    protocol.SKIP_SPECIAL_TOKENS: boolean,
     protocol.LOGPROBS: either(boolean, whole_number(0, 5)),
     protocol.STRUCTURED_OUTPUT: _FORMS,
+    protocol.TOOLS: _some(_one_of(*_TOOLS)),
+    "tool_choice": _one_of(
+        "auto", "none", "required", {"type": "function", "function": {"name": "f"}}
+    ),
+    "parallel_tool_calls": boolean,
+    "reasoning_effort": _one_of("low", "high"),
+    protocol.CHAT_TEMPLATE_KWARGS: _one_of({}, {"enable_thinking": False}, {"messages": []}),
+    **dict.fromkeys((protocol.ADD_GENERATION_PROMPT, protocol.CONTINUE_FINAL_MESSAGE), boolean),
     protocol.PRIORITY: whole_number(-3, 3),
     **dict.fromkeys((protocol.TTFT_SLO_MS, protocol.TPOT_SLO_MS), _between(1e-3, 1e9)),
     protocol.TENANT: _one_of("", "acme", "é" * 128),
@@ -182,6 +232,8 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
 TENSORS: dict[str, Draw] = {
     protocol.MESSAGES: lambda rng: json.dumps(GOOD[protocol.MESSAGES](rng)),
     **dict.fromkeys((protocol.LOGIT_BIAS, protocol.STRUCTURED_OUTPUT), text),
+    protocol.TOOLS: lambda rng: json.dumps(GOOD[protocol.TOOLS](rng)),
+    protocol.CHAT_TEMPLATE_KWARGS: lambda rng: json.dumps(GOOD[protocol.CHAT_TEMPLATE_KWARGS](rng)),
 }
 """Fields whose valid values differ between Triton and the gateway."""
 

@@ -192,6 +192,16 @@ def test_what_is_no_conversation_is_refused_by_name(
     assert caught.value.field == field
 
 
+def test_options_of_the_chat_template(small_llm: LLM) -> None:
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    question = {"role": "user", "content": "What is the capital of France?"}
+    begun = [question, {"role": "assistant", "content": "The capital of"}]
+    (answer,) = small_llm.chat(begun, greedy, continue_final_message=True, progress=False)
+    assert answer.text.startswith(" France is")
+    with pytest.raises(InvalidRequestError, match=r"^tools: got 'str'; must be a list"):
+        small_llm.chat(begun, greedy, tools="add", progress=False)  # type: ignore[arg-type]
+
+
 def test_an_assistant_that_calls_tools_may_say_nothing(small_llm: LLM) -> None:
     checks = small_llm.engine.checks
     user = {"role": "user", "content": "Hi"}

@@ -8,8 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fastserve_gateway.app import GatewaySettings, create_app
+from fastserve_gateway.app import create_app
 from fastserve_gateway.command import GatewayServer
+from fastserve_gateway.settings import GatewaySettings
 
 DEADLINE_S = 60.0
 

@@ -6,15 +6,18 @@ import asyncio
 from typing import Any, Self
 
 from fastserve_client.key_file import NamedKey
-from fastserve_gateway.app import GatewaySettings
 from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.settings import GatewaySettings
 
 PICTURE = "x" * 40_000
 MAX_BODY_BYTES = 1 << 20
 
 
 def settings(
-    *keys: str, url: str = "grpc://127.0.0.1:9", max_held_bytes: int = 4 << 20
+    *keys: str,
+    url: str = "grpc://127.0.0.1:9",
+    max_held_bytes: int = 4 << 20,
+    max_stored_bytes: int = 0,
 ) -> GatewaySettings:
     return GatewaySettings(
         url=url,
@@ -24,6 +27,7 @@ def settings(
         max_body_bytes=MAX_BODY_BYTES,
         max_held_bytes=max_held_bytes,
         max_jobs=8,
+        max_stored_bytes=max_stored_bytes,
     )
 
 

@@ -95,7 +95,7 @@ def test_with_keys_any_name_will_do(guarded: TestClient) -> None:
 def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-key\n", encoding="utf-8-sig")
-    ApiKeys(read_key_file(file)).check("Bearer sk-key", "llm.example.com")
+    ApiKeys(read_key_file(file)).check("Bearer sk-key", None, "llm.example.com")
 
 
 def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
@@ -103,19 +103,21 @@ def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
     answer = guarded.post("/v1/completions/", follow_redirects=False)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == (
-        "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
-        "GET /v1/models"
+        "no such route; there are POST /v1/chat/completions, POST /v1/completions, "
+        "POST /v1/responses, POST /v1/messages and GET /v1/models"
     )
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/v1/models", "/chat/completions", "/live/x"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/v1/models", "/chat/completions", "/live/x"]
+)
 def test_who_asks_for_another_route_is_told_which_there_are(alone: TestClient, path: str) -> None:
     answer = alone.get(path)
     assert answer.status_code == 404
     reason, _, there_are = answer.json()["error"]["message"].partition("; there are ")
     assert reason == "no such route"
     found = re.findall(r"(GET|POST) (/v1/[\w/]+)", there_are)
-    assert len(found) == 3
+    assert len(found) == 5
     for method, route in found:
         assert alone.request(method, route).status_code in (200, 415)  # without a body
 

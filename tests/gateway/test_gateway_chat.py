@@ -73,6 +73,33 @@ def test_the_model_answers(client: OpenAI) -> None:
     assert ask(client, user(parts)).choices == answer.choices
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"chat_template_kwargs": {"enable_thinking": False}, "add_special_tokens": True},
+        {"tools": [{"type": "function", "function": {"name": "now", "parameters": None}}]},
+    ],
+)
+def test_the_tokens_of_a_conversation_are_those_of_its_prompt(
+    client: OpenAI, gateway: RunningGateway, fields: dict[str, Any]
+) -> None:
+    body = {"messages": [user("Hi")], "return_token_strs": True, **fields}
+    url = f"{gateway.api_url.removesuffix('/v1')}/tokenize"
+    found = httpx2.post(url, json=body, timeout=REQUEST_TIMEOUT_S).json()
+    assert found["max_model_len"] == MAX_MODEL_LEN
+    assert "Hi" in "".join(found["token_strs"])
+    answer = ask(client, user("Hi"), max_tokens=1, extra_body=fields)
+    assert answer.usage.prompt_tokens == found["count"] == len(found["tokens"])
+
+
+def test_an_answer_goes_on_with_the_last_message(client: OpenAI) -> None:
+    begun = {"role": "assistant", "content": "The capital of"}
+    answer = ask(client, user(CAPITAL), begun, extra_body={"continue_final_message": True})
+    assert begun["content"] + answer.choices[0].message.content == PARIS
+
+
 def test_a_stream(client: OpenAI) -> None:
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     events = list(ask(client, user(CAPITAL), **fields))
@@ -143,7 +170,6 @@ def test_logprobs(client: OpenAI) -> None:
         ({"max_completion_tokens": 500}, "max_completion_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
@@ -234,7 +260,9 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     def here(text: str) -> str:
         return text.replace("http://127.0.0.1:9000", gateway.url)
 
-    python, form, service = examples("gateway.md", "python")
+    python, form, service, responses, messages = examples("gateway.md", "python")
+    assert output(sys.executable, "-c", here(responses)).startswith("completed The capital of")
+    assert "output_tokens=" in output(sys.executable, "-c", here(messages))
     assert output(sys.executable, "-c", here(service)).startswith("flex ")
     assert output(sys.executable, "-c", here(form)).startswith("city='Paris'")
     printed = output(sys.executable, "-c", here(python)).splitlines()
@@ -243,10 +271,11 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     assert "completion_tokens=16" in printed[3]
     (in_readme,) = (text for text in examples("../README.md", "python") if "openai" in text)
     assert output(sys.executable, "-c", here(in_readme)).strip()
-    (curl,) = (text for text in examples("gateway.md", "bash") if "curl" in text)
+    curl, tokenize = (text for text in examples("gateway.md", "bash") if "curl" in text)
     printed = output("bash", "-c", here(curl)).splitlines()
     assert '"chat.completion"' in printed[0]
     assert "data: [DONE]" in printed
+    assert "Hello" in json.loads(output("bash", "-c", here(tokenize)))["token_strs"]
 
 
 def test_a_schema_beside_json_object_counts(client: OpenAI) -> None:
@@ -298,6 +327,24 @@ def test_stop_words_and_tokens(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, user(CAPITAL), extra_body={"stop_token_ids": [10**6]})
     assert refused.value.param == "stop_token_ids"
+
+
+def test_fields_of_vllm(client: OpenAI) -> None:
+    def answer(**extra: Any) -> Any:
+        return ask(client, user(CAPITAL), max_tokens=12, extra_body=extra)
+
+    spelled = answer(bad_words=["Paris"]).choices[0].message.content
+    assert len(spelled) > 3
+    assert "Paris" not in spelled
+    content = answer(allowed_token_ids=[DOT]).choices[0].message.content
+    assert set(content) == {"."}
+    ends = answer(ignore_eos=True, skip_special_tokens=False).choices[0].message.content
+    assert ends.startswith(f"{PARIS}<|im_end|>")
+    assert answer(truncate_prompt_tokens=7).usage.prompt_tokens == 7
+    for name, wrong in (("bad_words", ["a" * 257]), ("truncate_prompt_tokens", 0), ("min_p", 2)):
+        with pytest.raises(openai.BadRequestError) as refused:
+            answer(**{name: wrong})
+        assert refused.value.param == name
 
 
 def test_a_body_with_a_byte_order_mark(gateway: RunningGateway) -> None:

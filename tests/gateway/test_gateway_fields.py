@@ -108,7 +108,6 @@ def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dic
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "secret"}}]),
         ("functions", [{"name": "secret"}]),
         ("functions", "secret"),
         ("suffix", "secret"),
@@ -119,8 +118,6 @@ def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dic
         ("structured_outputs", {"json": {"secret": 1}}),
         ("grammar", "secret"),
         ("json_schema", {"secret": 1}),
-        ("bad_words", ["secret"]),
-        ("allowed_token_ids", [1]),
         ("best_of", 3),
         pytest.param("best_of", 10**5000, id="long"),
         ("best_of", "2"),
@@ -131,6 +128,13 @@ def test_fields_that_change_the_answer_are_refused(schema: Any, name: str, value
     assert error["param"] == name
     assert error["message"].startswith(f"{name}: got ")
     assert "left out" in error["message"]
+    assert "secret" not in error["message"]
+
+
+def test_completions_have_no_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "secret"}}]
+    error = refusal(CompletionRequest, tools=tools)
+    assert error["param"] == "tools"
     assert "secret" not in error["message"]
 
 
@@ -209,6 +213,15 @@ def test_fields_that_ask_for_nothing_are_taken(name: str, value: Any) -> None:
         ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
         ({"stop": ["secret"] * 17}, "stop"),
         ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5] * 16385}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids"),
+        ({"bad_words": "secret"}, "bad_words"),
+        ({"bad_words": ["secret"] * 65}, "bad_words"),
+        ({"bad_words": [5]}, "bad_words"),
+        ({"min_p": "secret"}, "min_p"),
+        ({"skip_special_tokens": "secret"}, "skip_special_tokens"),
+        ({"truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
     ],
 )
 def test_forms_and_biases_that_are_none(schema: Any, fields: dict[str, Any], param: str) -> None:
@@ -263,6 +276,19 @@ def test_stop_tokens_go_to_the_server_as_they_are(given: Any) -> None:
     ):
         assert request.options()["stop_token_ids"] == given
         assert request.unknown_fields() == []
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_fields_of_vllm_go_to_the_server(schema: Any) -> None:
+    given = {
+        "min_p": 0.05,
+        "allowed_token_ids": [5, 7],
+        "bad_words": ["a", " b"],
+        "truncate_prompt_tokens": -1,
+        "skip_special_tokens": False,
+    }
+    request = schema.model_validate(MESSAGES | PROMPT | given)
+    assert request.options().items() >= given.items()
 
 
 @pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
@@ -352,10 +378,10 @@ def test_messages_of_assistants_that_call_tools() -> None:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "assistant", "content": "On it."},
-            {"role": "tool", "content": "5"},
+            {"role": "tool", "content": "5", "tool_call_id": "c"},
         ]
     ]
-    assert request.unknown_fields() == ["messages.tool_call_id"]
+    assert request.unknown_fields() == []
 
 
 @pytest.mark.parametrize(

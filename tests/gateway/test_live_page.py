@@ -372,7 +372,7 @@ def test_only_what_is_news_is_read_out(page: Page, gateway: RunningGateway) -> N
 
 def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None:
     config = EngineConfig().with_keys(
-        model=EMBEDDED_MODEL, dtype="float32", max_model_len=512, swap_space_gib=0.1
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
     )
     with (
         running_server(config, tmp_path / "server.log") as server,
@@ -384,6 +384,13 @@ def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None
         page.until(lambda: page.answers() and not page.is_writing())
         assert len(page.answers()[0]) > 3
         assert page.text("chat-note") == ""
+        page.find("chat-tools").click()
+        page.say("What is 12 * 34?", 64)
+        page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
+        assert "408" in page.answers()[1]
+        [call] = page.driver.find_elements(By.CSS_SELECTOR, ".message.call")
+        assert call.text == "calculator: 12 * 34 = 408"
+        page.find("chat-tools").click()
         assert page.errors() == []
         pid = server.runtime.stub_pid()
         assert pid is not None
@@ -391,7 +398,7 @@ def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None
         page.until(lambda: page.text("status").startswith("the model server"))
         page.until_live()  # the server was restarted, and the page has found it again
         page.say("And of Spain?", 8)
-        page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
+        page.until(lambda: len(page.answers()) == 3 and not page.is_writing())
 
 
 def test_a_phone_has_all_of_it_in_one_column(page: Page, gateway: RunningGateway) -> None:

@@ -58,6 +58,13 @@ def test_parts_of_text_are_joined(role: str, content: Any, text: str) -> None:
         ({"role": "assistant", "content": "a", "tool_calls": "f"}, ".tool_calls"),
         ({"role": "assistant", "content": "a", "tool_calls": {"f": 1}}, ".tool_calls"),
         ({"role": "assistant", "tool_calls": ["f"]}, ".tool_calls"),
+        ({"role": "user", "content": "a", "name": 5}, ".name"),
+        ({"role": "tool", "content": "a", "tool_call_id": {}}, ".tool_call_id"),
+        ({"role": "assistant", "content": "a", "reasoning": ["a"]}, ".reasoning"),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": "\ud800"},
+            ".reasoning_content",
+        ),
     ],
 )
 def test_what_is_no_message_is_named(message: Any, field: str) -> None:

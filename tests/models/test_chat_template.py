@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastserve_backend.checkpoints.chat_options import (
+    MAX_KWARGS_CHARS,
+    MAX_TOOLS,
+    MAX_TOOLS_CHARS,
+    ChatOptions,
+)
 from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTemplateError
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from fastserve_backend.checkpoints.tokenizer import TokenizationError
+from fastserve_backend.errors import InvalidRequestError
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
@@ -192,6 +199,23 @@ class TestWhereATemplateComesFrom:
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(self.ONE)
         assert self.text(tmp_path) == "other"
 
+    @pytest.mark.parametrize("as_files", [True, False])
+    def test_another_one_for_tools(self, tmp_path: Path, as_files: bool) -> None:
+        other = "{{ tools[0].name }}"
+        named = {"default": self.OTHER, "tool_use": other}
+        write_tokenizer(tmp_path, **({} if as_files else {"chat_template": named}))
+        if as_files:
+            (tmp_path / "chat_template.jinja").write_text(self.OTHER)
+            (tmp_path / "additional_chat_templates").mkdir()
+            (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(other)
+        ours, theirs = HFTokenizer(tmp_path, VOCAB_SIZE), AutoTokenizer.from_pretrained(tmp_path)
+        assert (ours.chat_template, ours.tool_template) == (self.OTHER, other)
+        messages, tools = [{"role": "user", "content": "x"}], [{"name": "add"}]
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert ours.render_chat(messages, ChatOptions(tools=tools)) == expected == "add"
+        for none in (None, []):  # unlike transformers, an empty list is no list
+            assert ours.render_chat(messages, ChatOptions(tools=none)) == "x"
+
     def test_file_of_a_processor(self, tmp_path: Path) -> None:
         """Where transformers' tokenizer has no template, its processor has one."""
         write_tokenizer(tmp_path)
@@ -301,6 +325,40 @@ class TestSandbox:
         template = ChatTemplate("{% set messages = messages + [1] %}{{ messages | length }}", {})
         assert template.render(messages) == "2"
         assert messages == [{"role": "user", "content": "x"}]
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"tools": "add"}, "tools: got 'str'; must be a list of objects"),
+            ({"tools": ["add"]}, "tools[0]: got 'str'; must be an object"),
+            ({"tools": [{"name": print}]}, "tools: got 'list'; must be valid JSON"),
+            ({"tools": [{}] * (MAX_TOOLS + 1)}, f"tools: got '1025 tools'; at most {MAX_TOOLS}"),
+            ({"tools": [{"name": "a" * MAX_TOOLS_CHARS}]}, "tools: got '524302 characters'; at"),
+            ({"kwargs": []}, "chat_template_kwargs: got 'list'; must be an object"),
+            ({"kwargs": {"tools": None}}, "chat_template_kwargs: got 'tools'; no variable of this"),
+            ({"kwargs": {"a": "b" * MAX_KWARGS_CHARS}}, "chat_template_kwargs: got '262153 char"),
+            (
+                {"add_generation_prompt": True, "continue_final_message": True},
+                "continue_final_message: got True; must be false with add_generation_prompt",
+            ),
+        ],
+    )
+    def test_bad_ones(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            ChatOptions(**given)
+        assert str(caught.value).startswith(message)
+
+    def test_any_other_name_is_a_variable(self) -> None:
+        template = ChatTemplate("{{ context }}{{ name }}{{ range }}", {"name": "<s>"})
+        kwargs = {"context": 1, "name": 2, "range": 3}
+        assert template.render([], ChatOptions(kwargs=kwargs)) == "123"
+
+    def test_tools_are_not_changed(self) -> None:
+        template = ChatTemplate("{{ tools[0].update(name='x') }}", {})
+        with pytest.raises(ChatTemplateError, match=r"unsafe|safe"):
+            template.render([], ChatOptions(tools=[{"name": "add"}]))
 
 
 def test_date_is_today() -> None:

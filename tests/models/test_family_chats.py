@@ -10,6 +10,7 @@ import jinja2
 import pytest
 from family_chats import FAMILIES
 from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_options import ChatOptions
 from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
 from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from fastserve_backend.checkpoints.tokenizer import TokenizationError
@@ -21,6 +22,9 @@ from transformers import AutoTokenizer
 
 VOCAB_SIZE = 300
 REFUSES = "the model's chat template refuses: "
+CANNOT_CONTINUE = (
+    f"{REFUSES}it does not write the last message as it is, so that message cannot be continued"
+)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -88,6 +92,8 @@ def outcome(render: Callable[[], Any]) -> Any:
         return render()
     except jinja2.TemplateError as error:
         return REFUSES + str(error)
+    except ValueError as error:
+        return CANNOT_CONTINUE if "does not appear in the chat" in str(error) else error
     except TokenizationError as error:
         return str(error)
 
@@ -113,6 +119,84 @@ def test_prompts_and_refusals_are_those_of_transformers(
     if not before.startswith(REFUSES):
         ids = ours.encode(before, special_tokens=False)
         assert expected(tokenize=True) in (ids, ours.encode(text(), special_tokens=False))
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds <two> numbers, 日本.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "number", "description": "The first."},
+                    "b": {"type": "array", "items": {"type": "string"}},
+                    "c": {"type": "object", "properties": {"d": {"enum": ["x", "y"]}}},
+                },
+                "required": ["a"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}},
+]
+CALLED = [
+    user("1 + 2?"),
+    {"role": "assistant", "reasoning_content": "I can add.", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "3", "tool_call_id": "call12345"},
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tools": {"tools": TOOLS},
+    "one_tool": {"tools": TOOLS[:1], "add_generation_prompt": False},
+    "no_thinking": {"kwargs": {"enable_thinking": False, "bos_token": "<begin>"}},
+    "documents": {
+        "kwargs": {
+            "documents": [{"title": "T", "text": "D"}],
+            "reasoning_effort": "high",
+            "add_thoughts": True,
+        },
+    },
+    "no_prompt": {"add_generation_prompt": False},
+    "continued": {"continue_final_message": True},
+    "continued_with_tools": {"tools": TOOLS, "continue_final_message": True},
+}
+TALKS = {
+    "question": CONVERSATIONS["question"],
+    "called": CALLED,
+    "answered": [*CALLED, assistant("It is ", reasoning="Easy.")],
+    "trimmed": [user("One?"), assistant(" 1 \n\n")],
+    "in_thought": [user("One?"), assistant("<think>\nHm")],
+    "silent": [user("One?"), assistant("")],
+}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_give_the_prompts_of_transformers(tmp_path: Path, family: str, talk: str) -> None:
+    write(tmp_path, family)
+    ours, theirs = HFTokenizer(tmp_path, VOCAB_SIZE), AutoTokenizer.from_pretrained(tmp_path)
+    messages = check_messages(TALKS[talk])
+    for name, given in OPTIONS.items():
+        options = ChatOptions(**given)
+        if options.continue_final_message and messages[-1]["role"] != "assistant":
+            continue
+
+        def text(options: ChatOptions = options) -> Any:
+            return outcome(lambda: ours.render_chat(messages, options))
+
+        before = text()
+        expected = outcome(
+            lambda options=options: theirs.apply_chat_template(
+                messages,
+                tools=options.tools,
+                add_generation_prompt=options.begins_answer,
+                continue_final_message=options.continue_final_message,
+                tokenize=False,
+                **(options.kwargs or {}),
+            )
+        )
+        assert expected in (before, text()), name  # a day may begin between them
 
 
 @pytest.mark.parametrize(

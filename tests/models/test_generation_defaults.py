@@ -22,11 +22,12 @@ QWEN = {
     "temperature": 0.7,
     "top_p": 0.8,
     "top_k": 20,
+    "min_p": 0.05,
     "eos_token_id": [7, 8],
     "pad_token_id": 7,
     "transformers_version": "4.45.0",
 }
-USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def defaults(directory: Path, fields: dict[str, Any] | None) -> dict[str, float]:
@@ -39,7 +40,8 @@ def defaults(directory: Path, fields: dict[str, Any] | None) -> dict[str, float]
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        (QWEN, {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}),
+        (QWEN, {name: QWEN[name] for name in MODEL_DEFAULTS}),
+        ({"min_p": 0.0, "top_p": None}, {"min_p": 0.0}),
         ({}, {}),
         (None, {}),
         ({"do_sample": True}, {}),
@@ -73,6 +75,7 @@ def test_a_built_in_model_has_none() -> None:
         ("top_k", -2, "got -2; must be an integer, -1 to 2147483647"),
         ("top_k", 20.5, "got 20.5; must be an integer, -1 to 2147483647"),
         ("top_k", [20], "got [20]; must be an integer, -1 to 2147483647"),
+        ("min_p", 1.5, "got 1.5; must be a finite number, 0 to 1"),
         ("repetition_penalty", 0, "got 0; must be a finite number, 0.01 to 100"),
     ],
 )
@@ -87,16 +90,8 @@ def test_wrong_values_are_named(tmp_path: Path, field: str, value: Any, message:
 def test_they_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         defaults(tmp_path, QWEN)
-    named = "temperature 0.7, top_p 0.8, top_k 20, repetition_penalty 1.05"
+    named = "temperature 0.7, top_p 0.8, top_k 20, min_p 0.05, repetition_penalty 1.05"
     assert caplog.messages == [f"defaults from generation_config.json: {named}"]
-
-
-def test_min_p_is_said_to_be_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert defaults(tmp_path, {"min_p": 0.05}) == {}
-    assert "min_p is not supported and ignored" in caplog.text
-    caplog.clear()
-    assert defaults(tmp_path, {"min_p": 0.0}) == {}
-    assert not caplog.text
 
 
 class TestOfOneJob:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+NUM_BYTE_TOKENS = 260
+"""Four special tokens, and the bytes."""
 
-def save_byte_tokenizer(directory: Path) -> Path:
+
+def save_byte_tokenizer(directory: Path, specials: Sequence[str] = ()) -> Path:
     """Saves a byte-level BPE tokenizer of single bytes as Hugging Face's file; returns
-    ``directory``."""
+    ``directory``. The ids of more special tokens begin at ``NUM_BYTE_TOKENS``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     vocab |= {symbol: index + 4 for index, symbol in enumerate(alphabet)}
     fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    fast.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", *specials])
     fast.save(str(directory / "tokenizer.json"))
     return directory

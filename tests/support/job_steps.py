@@ -139,6 +139,7 @@ def _sampling(rows: Sequence[tuple[int, list[int]]]) -> Sampling:
             for row, (job, output) in enumerate(rows)
             if job in PENALISED
         ],
+        min_p=column(np.float32, [0.0, 0.05, 0.0, 0.02]),
     )
 
 

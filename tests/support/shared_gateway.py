@@ -1,4 +1,4 @@
-"""Fixture: the gateway to the shared server."""
+"""Fixtures: the gateways to the shared servers."""
 
 from __future__ import annotations
 
@@ -15,4 +15,15 @@ def gateway(
 ) -> Iterator[RunningGateway]:
     log_path = tmp_path_factory.mktemp("gateway") / "gateway.log"
     with running_gateway(f"grpc://{endpoints.grpc_url}", log_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def chat_gateway(
+    chat_endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    """A gateway to the trained model, which stores responses."""
+    log_path = tmp_path_factory.mktemp("chat-gateway") / "gateway.log"
+    flags = ("--response-store-mib", "1")
+    with running_gateway(f"grpc://{chat_endpoints.grpc_url}", log_path, *flags) as running:
         yield running

@@ -1,4 +1,4 @@
-"""Fixtures: the server that the tests of several folders share."""
+"""Fixtures: the servers that the tests of several folders share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
@@ -40,3 +41,14 @@ def server(
 @pytest.fixture(scope="session")
 def endpoints(server: TritonServer) -> Endpoints:
     return server.endpoints
+
+
+@pytest.fixture(scope="session")
+def chat_endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
+    """A server with the embedded model, which is trained and has a chat template."""
+    config = EngineConfig().with_keys(
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
+    )
+    log_path = tmp_path_factory.mktemp("chat") / "server.log"
+    with running_server(config, log_path) as server:
+        yield server.endpoints

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
-from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
-from running_server import running_server
 from serving_client import ended_jobs, used_blocks, wait_until_idle
 from waiting import wait_for
 
@@ -32,14 +29,3 @@ def wait_until_cancelled(endpoints: Endpoints) -> Callable[[], None]:
         wait_for(lambda: used_blocks(url) == 0)
 
     return wait
-
-
-@pytest.fixture(scope="session")
-def chat_endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
-    """A server with the embedded model, which is trained and has a chat template."""
-    config = EngineConfig().with_keys(
-        model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
-    )
-    log_path = tmp_path_factory.mktemp("chat") / "server.log"
-    with running_server(config, log_path) as server:
-        yield server.endpoints

@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_client import FastServeClient, InvalidRequest
+from fastserve_client import FastServeClient, InvalidRequest, RequestOptions
 from fastserve_client.terminal import ExitCode
 from serving_client import (
     GENERATE,
@@ -101,6 +102,63 @@ def test_parts_of_text_are_joined(chat_endpoints: Endpoints, client: FastServeCl
         client.generate(user(CAPITAL))  # type: ignore[arg-type]
 
 
+def test_an_answer_goes_on_with_the_last_message(client: FastServeClient) -> None:
+    begun = [user(CAPITAL), assistant("The capital of")]
+    answer = client.generate(begun, continue_final_message=True, max_tokens=20, temperature=0)
+    assert "The capital of" + answer.text == PARIS
+    whole = client.generate([user(CAPITAL)], add_generation_prompt=False, max_tokens=1)
+    asked = client.generate([user(CAPITAL)], max_tokens=1)
+    assert whole.num_input_tokens is not None
+    assert whole.num_input_tokens < (asked.num_input_tokens or 0)
+
+
+def test_what_a_template_does_not_know_changes_nothing(client: FastServeClient) -> None:
+    plain = client.generate([user(CAPITAL)], max_tokens=9, temperature=0)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    options: RequestOptions = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    assert client.generate([user(CAPITAL)], max_tokens=9, temperature=0, **options) == plain
+    history = [
+        {"role": "user", "name": "ann", "content": CAPITAL},
+        {"role": "assistant", "content": "P", "reasoning_content": "R", "reasoning": "R"},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "Paris"}]},
+    ]
+    assert client.generate(history, max_tokens=3).finish_reason is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [{}] * 1025}, "tools: got '1025 tools'; at most 1024"),
+        ({"tools": [5]}, r"tools\[0\]: got 'int'; must be an object"),
+        ({"tools": "{}"}, "tools: got '{}'; must be a JSON list"),
+        ({"tools": [{"a": "a" * 2**19}]}, "tools: got '524299 characters'; at most 524288"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: got 'messages'; no"),
+        ({"chat_template_kwargs": [5]}, r"chat_template_kwargs: got \[5\]; must be a JSON object"),
+        ({"add_generation_prompt": "x"}, "add_generation_prompt: got 'x'; must be true or false"),
+        ({"continue_final_message": True}, "messages: got 'user'; the last message must be the"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message: got True; must be false with add_generation_prompt",
+        ),
+    ],
+)
+def test_bad_template_options_are_named(
+    options: Any, message: str, client: FastServeClient
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}"):
+        client.generate([user("Hi")], **options)
+
+
+def test_template_options_belong_to_messages(
+    chat_endpoints: Endpoints, client: FastServeClient
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"^tools: got 'a value'; only with messages"):
+        client.generate("Hi", tools=[])
+    body = {"messages": json.dumps([user(CAPITAL)]), "max_tokens": 30, "temperature": 0}
+    body |= {"tools": '[{"type": "function"}]', "chat_template_kwargs": '{"a": 1}'}
+    assert post(chat_endpoints.http_url, GENERATE, body).json()["text_output"] == PARIS
+
+
 def test_emoji_of_several_tokens_are_streamed_whole(client: FastServeClient) -> None:
     chunks = list(client.stream("🎉🚀🎉🚀🎉🚀🎉🚀🎉🚀", max_tokens=40, temperature=0))
     text = "".join(chunk.text for chunk in chunks)
@@ -123,10 +181,10 @@ def chat_command(endpoints: Endpoints, *flags: str) -> list[str]:
 
 
 def chat_through_pipes(
-    endpoints: Endpoints, text: str, max_tokens: int
+    endpoints: Endpoints, text: str, max_tokens: int, *flags: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        chat_command(endpoints, "--max-tokens", str(max_tokens)),
+        chat_command(endpoints, "--max-tokens", str(max_tokens), *flags),
         input=text,
         capture_output=True,
         text=True,
@@ -191,6 +249,20 @@ def terminal(command: list[str]) -> Iterator[Terminal]:
         finally:
             process.kill()
             os.close(screen)
+
+
+def test_the_embedded_model_calls_the_demos_tools(chat_endpoints: Endpoints) -> None:
+    text = f"What is 12 * 34?\nWhat time is it?\n{CAPITAL}\n"
+    done = chat_through_pipes(chat_endpoints, text, 40, "--tools", "demo")
+    product, clock, capital = done.stdout.splitlines()
+    assert "408" in product
+    assert time.strftime("%A") in clock
+    assert "Paris" in capital
+    calls = done.stderr.splitlines()
+    assert calls[0] == "[calculator: 12 * 34 = 408]"
+    assert calls[1].startswith("[clock: ")
+    assert len(calls) == 2
+    assert done.returncode == 0
 
 
 def test_chat_remembers_and_ctrl_c_stops_only_the_answer(

@@ -28,7 +28,9 @@ class DelayedMasks:
         self._num_tokens: Counter[int] = Counter()
         self._due: dict[int, int] = {}
 
-    def begin_job(self, number: int, wanted: StructuredOutput) -> None:
+    def begin_job(
+        self, number: int, wanted: StructuredOutput, *, spells_specials: bool = False
+    ) -> None:
         assert number not in self._hashes
         self._hashes[number] = zlib.crc32(wanted.text.encode())
         self._ask(number)

@@ -47,7 +47,7 @@ class RememberedKV:
     tokens before it left, as far as the group's window goes.
 
     A job's next token is a hash of what its last token left, of its sampling and of its mask of 4
-    bytes. So missing, stale or foreign KV changes tokens. Bit 32 of
+    bytes, and none that has a bias. So missing, stale or foreign KV changes tokens. Bit 32 of
     what a token leaves is its job's ``Step.are_long``, which must be that of the tokens before it.
     """
 
@@ -133,4 +133,12 @@ def _token(left: np.ndarray, last: np.int32, sampling: Sampling | None, row: int
         masks = dict(zip(array("i", sampling.masked_rows), array("i", sampling.masks), strict=True))
         if row in masks:
             value = zlib.crc32(masks[row].to_bytes(4, "little", signed=True), value)
+        banned = {
+            token_id
+            for bias in sampling.biases
+            if bias.row == row
+            for token_id in np.frombuffer(bias.token_ids, np.int32).tolist()
+        }
+        while FIRST_TOKEN + value % NUM_TOKENS in banned:
+            value += 1
     return FIRST_TOKEN + value % NUM_TOKENS

@@ -21,7 +21,6 @@ from fastserve_backend.grammars.compiler import (
     GrammarError,
     _Vocabulary,
     accept,
-    next_mask,
 )
 from fastserve_backend.grammars.messages import (
     FromGrammars,
@@ -42,6 +41,7 @@ EOS = (2, 3)
 # Two end tokens, all bytes, some words; 270 has no text.
 WORDS = [b'{"', b'": ', b'", "', b"true", b"12", b"yes", b" no", "ö".encode(), b"", b"yes"]
 TOKENS = [b""] * 4 + [bytes([value]) for value in range(256)] + WORDS
+SPECIALS = {0: b"[CALL]"}
 CHAIN = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(1500)}
 STANDARD_FORMATS = (
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
@@ -73,11 +73,20 @@ class TestCompiler:
         self, compiler: Compiler
     ) -> None:
         matcher = compiler.compile("choice", '["yes", "yes no"]')
-        assert allowed(next_mask(matcher)) == {265}  # where there is no choice, the longest token
+        assert allowed(compiler.next_mask(matcher)) == {
+            265
+        }  # where there is no choice, the longest token
         accept(matcher, 265)
-        assert allowed(next_mask(matcher)) == {*EOS, 4 + ord(" "), 266}
+        assert allowed(compiler.next_mask(matcher)) == {*EOS, 4 + ord(" "), 266}
         accept(matcher, 266)
-        assert allowed(next_mask(matcher)) == set(EOS)
+        assert allowed(compiler.next_mask(matcher)) == set(EOS)
+
+    @pytest.mark.parametrize("num_tokens", [287, 288, 289])
+    def test_a_mask_has_a_bit_for_each_token_in_whole_words(self, num_tokens: int) -> None:
+        tokens = [*TOKENS, *[b""] * (num_tokens - len(TOKENS))]
+        compiler = Compiler(tokens, EOS)
+        mask = compiler.next_mask(compiler.compile("regex", "a"))
+        assert len(mask) == (36 if num_tokens <= 288 else 40)
 
     @pytest.mark.parametrize(
         ("wanted", "answers"),
@@ -176,14 +185,14 @@ def test_whatever_a_model_chooses_is_json_that_the_schema_describes(
     compiler: Compiler, schema: dict[str, Any], seed: int
 ) -> None:
     matcher = compiler.compile("json_schema", StructuredOutput(json_schema=schema).text)
-    text = random_answer(matcher, random.Random(seed))
+    text = random_answer(compiler, matcher, random.Random(seed))
     jsonschema.validate(json.loads(text), schema)
 
 
-def random_answer(matcher: LLMatcher, rng: random.Random) -> bytes:
+def random_answer(compiler: Compiler, matcher: LLMatcher, rng: random.Random) -> bytes:
     text = b""
     for _ in range(5000):
-        token_id = int(rng.choice(sorted(allowed(next_mask(matcher)))))
+        token_id = int(rng.choice(sorted(allowed(compiler.next_mask(matcher)))))
         if token_id in EOS:
             return text
         text += TOKENS[token_id]
@@ -197,7 +206,7 @@ class Asker:
     def __init__(self) -> None:
         self._others = grammars_processes()
         self.answers: queue.SimpleQueue[FromGrammars] = queue.SimpleQueue()
-        self.client = GrammarClient(lambda: Vocabulary(TOKENS, EOS), self.answers.put)
+        self.client = GrammarClient(lambda: Vocabulary(TOKENS, SPECIALS, EOS), self.answers.put)
 
     def answer(self) -> FromGrammars:
         return self.answers.get(timeout=DEADLINE_S)
@@ -246,6 +255,15 @@ class TestProcess:
         asker.client.end_job(0)
         asker.client.accept_tokens([(2, 4 + ord("c"))])
         assert asker.masks(1) == {2: set(EOS)}
+
+    def test_special_tokens_follow_a_grammar_where_they_have_text(self, asker: Asker) -> None:
+        wanted = StructuredOutput(grammar='start: "[CALL]" "a" | "x"')
+        asker.client.begin_job(0, wanted)
+        asker.client.begin_job(1, wanted, spells_specials=True)
+        spelled = {4 + ord("["), 4 + ord("x")}
+        assert asker.masks(2) == {0: spelled, 1: spelled | {0}}
+        asker.client.accept_tokens([(1, 0)])
+        assert asker.masks(1) == {1: {4 + ord("a")}}
 
     @pytest.mark.parametrize("name", HOSTILE)
     def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(
@@ -305,7 +323,7 @@ class TestProcess:
         self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         # Replaces the process, and dies when the first job comes.
-        num_bytes = 4 + len(msgspec.msgpack.encode(Vocabulary(TOKENS, EOS))) + 1
+        num_bytes = 4 + len(msgspec.msgpack.encode(Vocabulary(TOKENS, SPECIALS, EOS))) + 1
         program = tmp_path / "program"
         program.write_text(f"#!/bin/sh\nexec head -c {num_bytes} > /dev/null\n")
         program.chmod(0o700)

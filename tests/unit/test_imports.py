@@ -93,6 +93,8 @@ FORBIDDEN = {
     KERNELS: ("fastserve_backend", "fastserve_client"),
     CLIENT / "fastserve_client": ("torch", "fastserve_backend", "fastserve_kernels",
                                   "fastserve_gateway", "fastserve_bench"),
+    CLIENT / "fastserve_chat": ("torch", "fastapi", "pydantic", "fastserve_backend",
+                                "fastserve_kernels", "fastserve_gateway", "fastserve_bench"),
     CLIENT / "fastserve_gateway": ("torch", "fastserve_backend", "fastserve_kernels",
                                    "fastserve_bench"),
     CLIENT / "fastserve_bench": ("torch", "fastserve_backend", "fastserve_kernels",

@@ -14,12 +14,14 @@ from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
+from fastserve_backend.token_rules import TokenRules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, WINDOWED_KINDS
 from mortal_ranks import DOWN_S, RecoveringRig
 from policies import POLICIES, make_policy, skip_join
+from remembering_ranks import FIRST_TOKEN, NUM_TOKENS
 
 NUM_JOBS = 16
 LONGEST = 16 + 12  # tokens of a job
@@ -86,6 +88,10 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
         return rig, [job.sink for job in jobs]
 
     _, expected = serve([], 200 * needs.num_groups, 0, ahead=False, prefix_caching=False)
+    for job, client in zip(random_jobs(job_seed), expected, strict=True):
+        tokens = array("i", client.token_ids)
+        for end, token_id in enumerate(tokens if job.rules else ()):
+            assert token_id not in job.rules.banned_after(tokens[:end])
     rig, clients = serve(
         list(lives), num_blocks, num_host_blocks, ahead=ahead, prefix_caching=prefix_caching
     )
@@ -119,6 +125,10 @@ def random_jobs(seed: int) -> list[Job]:
             stop=rng.choice([(), ("a", "bc")]),
             structured_output=rng.choice([None, None, StructuredOutput(regex=f"{number}")]),
         )
+        if job.params.structured_output is None and rng.random() < 0.5:
+            tokens = range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS)
+            pairs = [rng.choices(tokens, k=2) for _ in range(rng.randint(1, 80))]
+            job.rules = TokenRules(128, None, pairs, [], 0)
         job.sink = Collector()
         jobs.append(job)
     return jobs

@@ -65,6 +65,39 @@ def test_token_ids_are_refused_before_they_are_decoded(ids: list[int], message: 
         checks(ByteTokenizer(MODEL.vocab_size)).accept_ids(np.array(ids, np.int32))
 
 
+@pytest.mark.parametrize("width", [1, 4, 40])
+def test_of_a_truncated_text_the_last_tokens_are_used(width: int) -> None:
+    tokenizer = CountingTokenizer(width)
+    fits = checks(tokenizer)
+    for kept in (1, 900):
+        assert len(fits.encode("a" * 4_000_000, kept)) == kept
+    assert tokenizer.num_chars < 200_000  # of eight million
+
+
+def test_truncated_prompts_are_the_ends_of_whole_ones() -> None:
+    accepting = checks(ByteTokenizer(MODEL.vocab_size))
+    assert (
+        accepting.encode("abc", 2) == accepting.encode("abc")[-2:] == [4 + ord("b"), 4 + ord("c")]
+    )
+    assert accepting.encode("abc", 4) == accepting.encode("abc")
+    ids = np.arange(2000, dtype=np.int32) - 1000  # what is cut off may be anything
+    assert accepting.accept_ids(ids, 3) == [997, 998, 999]
+
+
+def test_how_many_tokens_are_kept() -> None:
+    accepting = checks(ByteTokenizer(MODEL.vocab_size))
+    params = SamplingParams(max_tokens=100)
+    assert accepting.kept_tokens(None, params) is None
+    assert accepting.kept_tokens(999, params) == 999
+    assert accepting.kept_tokens(1000, params) is None  # then a longer prompt is too long anyway
+    assert accepting.kept_tokens(-1, params) == 900
+    assert accepting.kept_tokens(-1, params, clips=True) == 999
+    assert accepting.kept_tokens(-1, SamplingParams(max_tokens=5000)) == 1
+    for wrong in (0, -2, True, 1.5, "5"):
+        with pytest.raises(InvalidRequestError, match=r"^truncate_prompt_tokens: got "):
+            accepting.kept_tokens(wrong, params)  # type: ignore[arg-type]
+
+
 def test_token_ids_that_fit() -> None:
     ids = [5] * 999
     assert checks(ByteTokenizer(MODEL.vocab_size)).accept_ids(np.array(ids, np.int32)) == ids

@@ -12,6 +12,7 @@ from fastserve_backend.rank_protocol.messages import NO_TOKEN, Penalties, Sampli
 from fastserve_backend.worker.sampler import ChosenTokens, _penalise
 from fastserve_backend.worker.sampler import sample as begin_to_sample
 from fastserve_backend.worker.staging import Uploads
+from transformers import MinPLogitsWarper
 
 EOS = (2,)
 
@@ -28,6 +29,7 @@ def sampling(rows: int, penalties: list[Penalties] | None = None, **values: Any)
         no_eos=column("no_eos", False, "?"),
         num_logprobs=column("num_logprobs", -1, "i4"),
         penalties=penalties or [],
+        min_p=column("min_p", 0.0, "f4") if "min_p" in values else b"",
     )
 
 
@@ -60,6 +62,17 @@ UNIFORM = (np.arange(1000) + 0.5) / 1000
         ({"temperature": 0.0}, [0, 0, 0, 1]),
         ({"no_eos": True}, [1 / 7, 2 / 7, 0, 4 / 7]),
         ({"top_k": 100, "top_p": 0.999999}, [0.1, 0.2, 0.3, 0.4]),
+        ({"min_p": 0.0}, [0.1, 0.2, 0.3, 0.4]),
+        ({"min_p": 0.3}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"min_p": 0.3, "temperature": 0.5}, [0, 0, 9 / 25, 16 / 25]),
+        ({"min_p": 1.0}, [0, 0, 0, 1]),
+        ({"min_p": 1.0, "temperature": 0.0}, [0, 0, 0, 1]),
+        ({"min_p": 0.3, "top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
+        # top_p is the share of what min_p leaves.
+        ({"min_p": 0.6, "top_p": 0.5}, [0, 0, 0, 1]),
+        ({"min_p": 0.6, "top_p": 0.6}, [0, 0, 3 / 7, 4 / 7]),
+        ({"min_p": 0.3, "top_p": 0.75}, [0, 0, 3 / 7, 4 / 7]),
+        ({"min_p": 0.3, "no_eos": True}, [0, 2 / 6, 0, 4 / 6]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,6 +83,19 @@ def test_frequencies_are_the_distributions(
     tokens = choose(logits, sampling(1000, uniform=UNIFORM, **options))
     frequency = np.bincount(tokens, minlength=4) / 1000
     assert frequency == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_min_p_leaves_what_transformers_leaves(min_p: float, temperature: float) -> None:
+    logits = 2 * torch.randn(1, 200, generator=torch.Generator().manual_seed(5))
+    warped = MinPLogitsWarper(min_p)(torch.empty(0), logits / temperature)
+    expected = torch.softmax(warped, -1)[0].numpy()
+    how = sampling(4000, uniform=(np.arange(4000) + 0.5) / 4000, min_p=min_p,
+                   temperature=temperature)  # fmt: skip
+    frequency = np.bincount(choose(logits.expand(4000, -1), how), minlength=200) / 4000
+    assert frequency == pytest.approx(expected, abs=3e-4)
+    assert np.count_nonzero(expected) < 200
 
 
 def test_none_means_greedy_for_all() -> None:
@@ -84,6 +110,7 @@ def test_a_row_is_chosen_as_if_it_were_alone() -> None:
         "temperature": [0, 0.7, 1, 1.3] * 3,
         "top_k": [0, 0, 40, 3] * 3,
         "top_p": [1, 0.9, 0.5, 1] * 3,
+        "min_p": [0.2] * 3 + [0.0] * 4 + [0.05] * 5,
         "uniform": np.linspace(0.01, 0.99, 12),
     }
     together = choose(logits, sampling(12, **options))
@@ -121,6 +148,7 @@ def test_a_top_p_too_small_for_its_type_leaves_the_likeliest(top_p: float) -> No
         sampling(2),
         sampling(2, top_k=[2, 0], top_p=0.9),
         sampling(2, num_logprobs=1),
+        sampling(2, min_p=0.5),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +163,7 @@ def test_a_row_of_nan_has_no_token(how: Sampling | None, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("values", [{}, {"top_k": 2}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("values", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 def test_one_bad_logit_spoils_all_probabilities(bad: float, values: dict[str, Any]) -> None:
     logits = torch.cat([LOGITS, LOGITS])
     logits[0, 1] = bad
@@ -226,7 +254,7 @@ def everything_at_once() -> Sampling:
         12, penalties,
         temperature=[0, 0.7, 1, 1.3] * 3, top_k=[0, 0, 40, 3] * 3, top_p=[1, 0.9, 0.5, 1] * 3,
         uniform=np.linspace(0.01, 0.99, 12), no_eos=[True, False, False] * 4,
-        num_logprobs=[-1, 0, 3, 5, 3, -1] * 2,
+        num_logprobs=[-1, 0, 3, 5, 3, -1] * 2, min_p=[0.0] * 5 + [0.1, 0.02] * 3 + [0.3],
     )  # fmt: skip
 
 
@@ -235,7 +263,7 @@ def one_row(how: Sampling, row: int) -> Sampling:
         name: np.frombuffer(getattr(how, name), dtype)[row]
         for name, dtype in [
             ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("uniform", "f8"),
-            ("no_eos", "?"), ("num_logprobs", "i4"),
+            ("no_eos", "?"), ("num_logprobs", "i4"), ("min_p", "f4"),
         ]
     }  # fmt: skip
     of_row = [penalties for penalties in how.penalties if penalties.row == row]

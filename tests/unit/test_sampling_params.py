@@ -19,11 +19,17 @@ NAN, INF = float("nan"), float("inf")
         ("temperature", [-0.1, NAN, INF, "hot", 1000]),
         ("top_p", [0, -1, 1.1, NAN]),
         ("top_k", [-2, 2**31, 0.5]),
+        ("min_p", [-0.1, 1.1, NAN, "0.5", True]),
         ("repetition_penalty", [0, -1, NAN, INF, 101]),
         ("presence_penalty", [-2.1, 2.1, NAN]),
         ("frequency_penalty", [-2.1, 2.1, INF]),
         ("seed", [-1, 2**64, 1.5]),
         ("logprobs", [-1, 21]),
+        ("skip_special_tokens", [0, "false", None]),
+        (
+            "allowed_token_ids",
+            [[], (), -1, [2**31], [True], ["7"], "7", b"7", [None], {7: 1}, range(16385)],
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, values: list[Any]) -> None:
@@ -34,14 +40,16 @@ def test_values_out_of_range_are_refused_by_name(field: str, values: list[Any]) 
         assert str(caught.value).startswith(f"{field}: got ")
 
 
+@pytest.mark.parametrize(("field", "most"), [("stop_words", 16), ("bad_words", 64)])
 @pytest.mark.parametrize(
-    "stop",
-    ["", ("",), ("x" * 257,), "x" * 257, ("a",) * 17, (3,), 3, b"END", {"a": 1}, "\ud800", [None]],
+    "words",
+    ["", ("",), ("x" * 257,), "x" * 257, (3,), 3, b"END", {"a": 1}, "\ud800", [None], "many"],
 )
-def test_impossible_stop_words(stop: Any) -> None:
+def test_impossible_words(field: str, most: int, words: Any) -> None:
+    words = ("a",) * (most + 1) if words == "many" else words
     with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(stop=stop)
-    assert caught.value.field == "stop_words"
+        SamplingParams(**{"stop" if field == "stop_words" else field: words})
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,17 @@ def test_impossible_stop_tokens(token_ids: Any) -> None:
     assert caught.value.field == "stop_token_ids"
 
 
+def test_allowed_tokens_are_a_set() -> None:
+    assert SamplingParams().allowed_token_ids is None
+    assert SamplingParams(allowed_token_ids=7).allowed_token_ids == {7}
+    many = SamplingParams(allowed_token_ids=range(16384))
+    assert len(many.allowed_token_ids or ()) == 16384
+    assert many.with_model_defaults({}).allowed_token_ids == many.allowed_token_ids
+
+
 def test_limits_are_inclusive() -> None:
+    SamplingParams(min_p=0, bad_words=("a" * 256,) * 64)
+    SamplingParams(min_p=1, bad_words=None)
     SamplingParams(max_tokens=2**31 - 1, min_tokens=2**31 - 1, seed=2**64 - 1, top_p=1.0)
     SamplingParams(top_k=0, temperature=0, presence_penalty=-2.0, logprobs=20)
 

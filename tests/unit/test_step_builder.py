@@ -15,6 +15,7 @@ from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.rank_protocol.messages import Step, encoder, to_rank_decoder
 from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.token_rules import TokenRules
 from jobs import make_job
 
 NO_COPIES = PrefixCopies()
@@ -168,6 +169,40 @@ def test_masks_and_biases_of_the_jobs_that_get_a_token() -> None:
     (bias,) = step.sampling.biases
     assert (bias.row, ints(bias.token_ids)) == (0, [7, 3])
     assert np.frombuffer(bias.values, np.float32).tolist() == [-1.5, 100.0]
+
+
+def test_rules_of_a_request_are_bans_and_a_mask() -> None:
+    pool = BlockPool(16, 4)
+    bans, masks, free = (make_job(number, 5, computed=True) for number in range(3))
+    for job in (bans, masks, free):
+        job.params = SamplingParams(temperature=0)
+    bans.params = replace(bans.params, logit_bias={5: 2.0})
+    bans.rules = TokenRules(32, None, [[4], [7, 3], [8, 7, 5], [8, 6]], [], 0)
+    masks.rules, masks.mask = TokenRules(32, [1], [], [], 0), b"\x02\x00\x00\x00"
+    free.rules = TokenRules(32, None, [[9, 9]], [], 0)
+    step = build_step(0, held(pool, bans, masks, free), pool, NO_COPIES)
+    assert step.sampling is not None
+    (bias,) = step.sampling.biases  # the output is 7
+    assert bias.row == 0
+    biases = dict(zip(ints(bias.token_ids), np.frombuffer(bias.values, np.float32), strict=True))
+    assert biases == {5: 2.0, 4: -math.inf, 3: -math.inf}
+    assert ints(step.sampling.masked_rows) == [1]
+    bans.output_ids = array("i", [8, 7])
+    step = build_step(1, held(pool, bans), pool, NO_COPIES)
+    assert step.sampling is not None
+    assert sorted(ints(step.sampling.biases[0].token_ids)) == [3, 4, 5]
+
+
+def test_min_p_is_sent_if_a_job_has_one() -> None:
+    pool = BlockPool(16, 4)
+    plain, other = make_job(0, 5, computed=True), make_job(1, 5, computed=True)
+    step = build_step(0, held(pool, plain, other), pool, NO_COPIES)
+    assert step.sampling is not None
+    assert step.sampling.min_p == b""
+    other.params = SamplingParams(min_p=0.25)
+    step = build_step(1, held(pool, plain, other), pool, NO_COPIES)
+    assert step.sampling is not None
+    assert np.frombuffer(step.sampling.min_p, np.float32).tolist() == [0.0, 0.25]
 
 
 def test_stop_tokens_are_banned_below_min_tokens() -> None:

@@ -11,6 +11,7 @@ from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.token_rules import TokenRules
 from jobs import make_job
 from loop_driver import Rig
 from policies import make_policy
@@ -90,6 +91,48 @@ def test_a_job_whose_mask_there_is_not_ends_alone(is_refused: bool, num_tokens: 
     rig.run()
     assert len(free.output_ids) == 9
     assert rig.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("allowed", "bad_words", "num_ahead"),
+    [([0, 1], [], 9), (None, [[1]], 9), (None, [[1, 1]], 0), ([0, 1], [[1, 1]], 0)],
+)
+def test_only_bans_that_depend_on_a_token_wait_for_it(
+    allowed: list[int] | None, bad_words: list[list[int]], num_ahead: int
+) -> None:
+    rig = rig_of(ahead=True)
+    job = make_job(0, 3, max_tokens=10)
+    job.rules = TokenRules(32, allowed, bad_words, [], 0)
+    rig.run([job])
+    assert len(job.output_ids) == 10
+    assert rig.executor.num_ahead == num_ahead
+
+
+def test_a_job_whose_rules_leave_no_token_ends_alone() -> None:
+    rig = rig_of(ahead=True)
+    free, stuck = make_job(0, 3, max_tokens=9), make_job(1, 3, max_tokens=9)
+    stuck.params = SamplingParams(max_tokens=9, allowed_token_ids=[0], bad_words=["a"])
+    stuck.rules = TokenRules(32, [0], [[0, 0, 0]], [], 0)
+    rig.run([free, stuck])
+    assert (len(free.output_ids), len(stuck.output_ids)) == (9, 2)
+    assert rig.ends == [(1, FinishReason.ERROR), (0, FinishReason.LENGTH)]
+    assert str(stuck.refusal) == (
+        "allowed_token_ids, bad_words: got '2 tokens'; together they allow no token after these"
+    )
+    assert rig.pool.num_used == 0
+
+
+def test_rules_narrow_the_masks_of_a_grammar() -> None:
+    rig = rig_of()
+    wide, narrow = bound_job(0), bound_job(1)
+    for job in (wide, narrow):
+        job.rules = TokenRules(32, range(32) if job is wide else [31], [], [], 0)
+        rig.loop.jobs.add(job)
+    for number in range(2):
+        rig.loop.jobs.on_mask_answer(NewMasks([Mask(number, 0, b"\x07\x00\x00\x00")]))
+    assert wide.mask == b"\x07\x00\x00\x00"
+    assert rig.ends == [(1, FinishReason.ERROR)]
+    assert "structured_output" in str(narrow.refusal)
 
 
 def test_with_stages_masks_come_while_other_batches_run() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
-from fastserve_backend.checkpoints.tokenizer import Tokenizer
+from fastserve_backend.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from fastserve_backend.engine.text_stream import TextStream
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ class Pieces(Tokenizer):
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         raise NotImplementedError
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         raise NotImplementedError
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -31,10 +32,15 @@ class Pieces(Tokenizer):
 
 
 def stream(
-    pieces: list[str], stop: tuple[str, ...], min_tokens: int = 0, *, has_end: bool = False
+    pieces: list[str],
+    stop: tuple[str, ...],
+    min_tokens: int = 0,
+    *,
+    has_end: bool = False,
+    skip_special_tokens: bool = True,
 ) -> tuple[list[str], bool]:
     """``has_end``: the last piece is that of an end token."""
-    text = TextStream(Pieces(pieces), stop)
+    text = TextStream(Pieces(pieces), stop, skip_special_tokens=skip_special_tokens)
     sent = []
     for index in range(len(pieces)):
         is_end = has_end and index == len(pieces) - 1
@@ -115,6 +121,35 @@ def test_the_end_token_has_no_text_but_may_complete_a_stop_word(end: str) -> Non
     assert ("".join(sent), stopped) == ("Hi END", False)
 
 
+@pytest.mark.parametrize(
+    ("stop", "expected", "stops"),
+    [
+        ((), "x<a>y<b>", False),
+        (("never",), "x<a>y<b>", False),
+        (("<a>",), "x", True),
+        (("y<b>",), "x<a>", True),
+        (("a>y", "<b>"), "x<", True),
+        (("<b><end>",), "x<a>y", True),
+        (("<b><end>.",), "x<a>y<b>", False),
+    ],
+)
+def test_special_tokens_are_text_on_request_except_the_end_token(
+    stop: tuple[str, ...], expected: str, stops: bool
+) -> None:
+    pieces = ["x", "<a>", "y", "<b>", "<end>"]
+    sent, stopped = stream(pieces, stop, has_end=True, skip_special_tokens=False)
+    assert ("".join(sent), stopped) == (expected, stops)
+
+
+def test_a_special_token_on_request_ends_a_cut_character() -> None:
+    tokenizer = ByteTokenizer(300)  # é is two bytes, and token 2 is </s>
+    (first, second) = tokenizer.encode("é", special_tokens=False)
+    for skips, expected in ((True, "é"), (False, "\ufffd</s>\ufffd")):
+        text = TextStream(tokenizer, ("</s>x",), skip_special_tokens=skips)
+        sent = [text.push(one, may_stop=True)[0] for one in (first, 2, second)]
+        assert "".join(sent) + text.finish() == expected
+
+
 @given(
     pieces=st.lists(st.sampled_from(["a", "b", "ab", "ba", "<a>", "<b>"]), min_size=1, max_size=9),
     stop=st.lists(
@@ -147,13 +182,17 @@ def test_streams_of_special_tokens_are_cut_at_the_first_stop_word(
 
 
 @given(
-    pieces=st.lists(st.text("abc", max_size=4), min_size=1, max_size=20),
-    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
+    pieces=st.lists(st.text("abc<", max_size=4), min_size=1, max_size=20),
+    stop=st.lists(st.text("abc<", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
+    skips_specials=st.booleans(),
 )
 def test_streamed_text_equals_the_whole_text_cut_at_the_first_stop_word(
-    pieces: list[str], stop: tuple[str, ...]
+    pieces: list[str], stop: tuple[str, ...], skips_specials: bool
 ) -> None:
-    sent, stopped = stream(pieces, stop)
+    """Pieces that begin with < are special tokens."""
+    if skips_specials:
+        pieces = [piece.lstrip("<") for piece in pieces]
+    sent, stopped = stream(pieces, stop, skip_special_tokens=skips_specials)
     whole = ""
     for piece in pieces:  # a stop word counts as soon as the text contains it
         whole += piece

@@ -16,14 +16,16 @@ from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
 
 FIELD = "messages"
+# Keys that templates know beside role, content and tool_calls.
+_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def check_messages(messages: object) -> list[Message]:
     """The messages in the form that templates take: ``role`` and ``content`` are text.
 
-    Text parts are joined, and other keys are kept. An assistant's message with ``tool_calls`` needs
-    no content. If a call's arguments are JSON text, as in OpenAI's API, they become the object that
-    templates expect.
+    Text parts are joined, and other keys are kept. A name, a call's id and reasoning are text. An
+    assistant's message with ``tool_calls`` needs no content. If a call's arguments are JSON text,
+    as in OpenAI's API, they become the object that templates expect.
 
     Raises:
         InvalidRequestError: it names the message at fault, without quoting its content.
@@ -52,6 +54,9 @@ def _checked(name: str, message: object) -> Message:
     joined = joined_text(content)
     checked["content"] = _text(f"{name}.content", content if joined is None else joined, NOT_TEXT)
     checked["role"] = _text(f"{name}.role", checked["role"], "must be a string")
+    for key in _TEXTS:
+        if checked.get(key) is not None:
+            _text(f"{name}.{key}", checked[key], "must be a string")
     return checked
 
 

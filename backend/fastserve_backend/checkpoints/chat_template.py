@@ -14,18 +14,27 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.errors import FastServeError
 
 Message = Mapping[str, Any]
-"""``role`` (such as system, user, assistant) and ``content``, both text, and other keys that a
-template may know, such as ``tool_calls``."""
+"""``role`` (such as system, user, assistant, tool) and ``content``, both text, and other keys that
+a template may know, such as ``tool_calls``."""
 
 _FILE = "chat_template.jinja"
 _NAME = "default"
+_TOOL_NAME = "tool_use"
+_TOOL_FILE = f"additional_chat_templates/{_TOOL_NAME}.jinja"
 _KEY = "chat_template"
 # Repositories of models that also see images have it, for the program that prepares those.
 _PROCESSORS_FILE = "chat_template.json"
+
+# Transformers' names of the reasoning before an answer. Of the others it fills the first two, which
+# templates read.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Shows where the text to continue ends. By its last space one sees whether the template trims.
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 # Words that occur in no template.
 _QUESTION, _ANSWER = "wolpertinger", "jackalope"
@@ -39,13 +48,17 @@ class ChatTemplate:
     """A Jinja template from a checkpoint. It runs in a sandbox and can access nothing outside.
 
     Args:
+        source: of the template.
         special_tokens: the tokens that the template knows by name, such as ``bos_token``.
+        tool_source: of a template that takes its place if there are tools.
 
     Raises:
-        ModelError: the source is not valid Jinja.
+        ModelError: a source is not valid Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -54,8 +67,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         try:
             self._template = environment.from_string(source)
+            self._tool_template = environment.from_string(tool_source or source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}") from error
+        self.source = source
+        self.tool_source = tool_source
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -66,19 +82,44 @@ class ChatTemplate:
 
         The first of these that exists: the file chat_template.jinja; ``chat_template`` in
         `settings`, the content of tokenizer_config.json; the same in the file chat_template.json.
-        Of several named templates it is the one named "default".
+        Of several named templates it is the one named "default", and with tools "tool_use". The
+        latter may also be a file beside chat_template.jinja.
         """
         if (directory / _FILE).is_file():
-            return cls((directory / _FILE).read_text(encoding="utf-8"), special_tokens)
-        source = _default_template(settings.get(_KEY))
-        if source is None and (directory / _PROCESSORS_FILE).is_file():
-            fields = json.loads((directory / _PROCESSORS_FILE).read_text(encoding="utf-8"))
-            source = _default_template(fields.get(_KEY))
-        return None if source is None else cls(source, special_tokens)
+            files = {_NAME: directory / _FILE, _TOOL_NAME: directory / _TOOL_FILE}
+            named = {
+                name: path.read_text(encoding="utf-8")
+                for name, path in files.items()
+                if path.is_file()
+            }
+        else:
+            named = _named_templates(settings.get(_KEY))
+            if _NAME not in named and (directory / _PROCESSORS_FILE).is_file():
+                fields = json.loads((directory / _PROCESSORS_FILE).read_text(encoding="utf-8"))
+                named = _named_templates(fields.get(_KEY))
+        if _NAME not in named:
+            return None
+        return cls(named[_NAME], special_tokens, named.get(_TOOL_NAME))
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt after which the model answers. Raises ChatTemplateError."""
-        return self._render(messages, add_generation_prompt=True)
+    def render(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
+        """The prompt after which the model answers.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, or does not write the text of the
+                last one as it is, which is to be continued.
+        """
+        messages = [_as_templates_read(message) for message in messages]
+        if not options.continue_final_message:
+            return self._render(messages, options)
+        last = messages[-1]
+        final = last["content"]
+        text = self._render([*messages[:-1], {**last, "content": final + _END_MARK}], options)
+        before, mark, behind = text.rpartition(_END_MARK.strip())
+        if not mark or final.strip() not in text:
+            raise ChatTemplateError(
+                "it does not write the last message as it is, so that message cannot be continued"
+            )
+        return before if behind.startswith(" ") else before.rstrip()
 
     def text_after_answer(self, *, is_last: bool) -> str:
         """The text that the template writes after an answer; empty if it refuses a plain
@@ -91,35 +132,47 @@ class ChatTemplate:
         answered = [asked, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self._render(
-                answered if is_last else [*answered, asked], add_generation_prompt=False
+                answered if is_last else [*answered, asked],
+                ChatOptions(add_generation_prompt=False),
             )
         except ChatTemplateError:
             return ""
         _, answer, behind = text.rpartition(_ANSWER)
         return behind if answer else ""
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        template = self._tool_template if options.tools else self._template
+        variables = {
+            "documents": None,
+            **self._special_tokens,
+            **(options.kwargs or {}),
+            "messages": messages,
+            "tools": options.tools or None,
+            "add_generation_prompt": options.begins_answer,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            return template.render(variables)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:  # a template is a program and can raise anything
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
 
 
-def _default_template(value: Any) -> str | None:
-    """The template in a ``chat_template`` field: a text, or several texts by name."""
+def _named_templates(value: Any) -> dict[str, str]:
+    """The templates in a ``chat_template`` field, which is a text, or several texts by name."""
     if isinstance(value, list):
         value = {one["name"]: one["template"] for one in value}
-    if isinstance(value, dict):
-        value = value.get(_NAME)
-    return value if isinstance(value, str) else None
+    named = value if isinstance(value, dict) else {_NAME: value}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _as_templates_read(message: Message) -> dict[str, Any]:
+    """A copy of the message, without empty keys: templates test whether a key exists."""
+    copy = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((copy[key] for key in _REASONING if key in copy), None)
+    if reasoning is not None:
+        copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+    return copy
 
 
 class _GenerationBlock(Extension):

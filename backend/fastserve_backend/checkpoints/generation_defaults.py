@@ -17,9 +17,6 @@ from fastserve_backend.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 _log = logging.getLogger(__name__)
 
-# The server lacks it, and without it the model may choose tokens that its authors ruled out.
-_MIN_P = "min_p"
-
 
 def load_generation_defaults(config: ModelConfig) -> dict[str, float]:
     """Those of ``MODEL_DEFAULTS`` that the model's generation_config.json has. They are logged.
@@ -44,6 +41,4 @@ def load_generation_defaults(config: ModelConfig) -> dict[str, float]:
     if defaults:
         named = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         _log.info("defaults from %s: %s", GENERATION_FILE, named)
-    if fields.get(_MIN_P):
-        _log.warning("%s: %s is not supported and ignored", path, _MIN_P)
     return defaults

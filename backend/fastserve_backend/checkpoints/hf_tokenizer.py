@@ -20,6 +20,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTemplateError, Message
 from fastserve_backend.checkpoints.end_tokens import tokenizer_ends
 from fastserve_backend.checkpoints.errors import ModelError
@@ -71,8 +72,8 @@ class HFTokenizer(Tokenizer):
     """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
     `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
-    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`, with
-    five differences:
+    `render_chat` its `apply_chat_template` with `tokenize=False` and the same options, with six
+    differences:
 
     - Decoding SentencePiece keeps the space before a text, because the text continues a prompt.
     - For the class LlamaTokenizer, add_bos_token and add_eos_token in tokenizer_config.json count,
@@ -84,6 +85,7 @@ class HFTokenizer(Tokenizer):
       none.
     - If tokenizer_config.json names no class, tokenizer.json is used as it is. Transformers 5
       chooses a class by the model.
+    - An empty list of tools counts as none.
 
     Raises:
         ModelError: files are missing, damaged or unsupported.
@@ -127,6 +129,9 @@ class HFTokenizer(Tokenizer):
         self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._fast = fast
         self._template = template
+        if template is not None:
+            self.chat_template = template.source
+            self.tool_template = template.tool_source
         self._spelling = spelling
         added = files.added()
         self._bytes = {token_id: spelling(token) for token_id, token in files.further.items()}
@@ -160,11 +165,11 @@ class HFTokenizer(Tokenizer):
             )
         return ids
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         if self._template is None:
             raise TokenizationError(NO_CHAT_TEMPLATE)
         try:
-            return self._template.render(messages)
+            return self._template.render(messages, options)
         except ChatTemplateError as error:
             raise TokenizationError(f"the model's chat template refuses: {error}") from None
 

@@ -17,7 +17,12 @@ _HUB_ID = re.compile(rf"{_NAME}/{_NAME}(@{_NAME}(/{_NAME})*)?")
 
 _TIMEOUT_S = 10.0  # for the one small request that lists a repository
 
-_CONFIG_AND_TOKENIZER = ("*.json", "merges.txt", "chat_template.jinja")
+_CONFIG_AND_TOKENIZER = (
+    "*.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hub import download, is_hub_id
@@ -41,6 +42,10 @@ class Tokenizer(ABC):
     """The most UTF-8 bytes that one token stands for, which bounds the length of a prompt."""
     specials: Mapping[int, str]
     """The special tokens by id, as a prompt spells them. In an answer they have no text."""
+    chat_template: str | None = None
+    """The Jinja source of the model's chat template, if it has one."""
+    tool_template: str | None = None
+    """The source of the template that takes its place if there are tools, if there is another."""
     end_token_ids: tuple[int, ...] = ()
     """End tokens that the tokenizer's files name, if the model's vocabulary has them; see
     `end_tokens`."""
@@ -58,9 +63,9 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The prompt that makes the model answer the last message. It spells out all special tokens
-        that the model expects.
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
+        """The prompt that makes the model answer the last message, or continue it. It spells out
+        all special tokens that the model expects.
 
         Raises:
             TokenizationError: there is no template, or it refuses the messages.
@@ -70,6 +75,11 @@ class Tokenizer(ABC):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of `token_id`; none for a special or unknown token."""
 
+    def spelled_bytes(self, token_id: int) -> bytes:
+        """The bytes of `token_id`; those of a special token as a prompt spells it."""
+        special = self.specials.get(token_id)
+        return self.token_bytes(token_id) if special is None else special.encode()
+
     def written(self, token_id: int) -> str:
         """`token_id` for people to read; a special token by its name."""
         return self.specials.get(token_id) or self.decode([token_id])
@@ -78,26 +88,28 @@ class Tokenizer(ABC):
         """Text of `token_ids` without special tokens. Invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
-    def stream(self) -> TextDecoder:
+    def stream(self, *, skip_special_tokens: bool = True) -> TextDecoder:
         """A new incremental decoder for one job's generated tokens."""
-        return TextDecoder(self)
+        return TextDecoder(self.token_bytes if skip_special_tokens else self.spelled_bytes)
 
 
 class TextDecoder:
-    """Decodes one job's tokens as they arrive. All pieces joined equal `Tokenizer.decode` of all
-    ids.
+    """Decodes one job's tokens as they arrive. All pieces joined are the text of all bytes.
 
     It holds back at most three bytes, an unfinished character. The cost of a step does not grow
     with the job's length.
+
+    Args:
+        token_bytes: returns the bytes of a token.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
         """The text that `token_id` completes: whole characters, often the whole token."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self._decoder.decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
         """The unfinished rest, as U+FFFD. Call this once, after the last token."""
@@ -127,7 +139,7 @@ class ByteTokenizer(Tokenizer):
         begin = [_OPT_EOS] if special_tokens else []
         return [*begin, *(byte + _NUM_SPECIAL for byte in utf8(text))]
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         raise TokenizationError(NO_CHAT_TEMPLATE)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from fastserve_client.endpoint import DEFAULT_URL
@@ -44,6 +44,10 @@ _Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with it
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
+_MinP = Annotated[
+    float | None,
+    typer.Option(help="Only tokens with this share of the likeliest token's probability, 0 to 1."),
+]
 _Priority = Annotated[int | None, typer.Option(help="Lower runs first; default: 0.")]
 _TtftSlo = Annotated[
     float | None, typer.Option(help="Wanted ms to the first token; default: the server's.")
@@ -112,6 +116,7 @@ def generate(
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
+    min_p: _MinP = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop word, also a special token; can be repeated.")
@@ -134,6 +139,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         seed=seed,
         stop=stop or None,
         ignore_eos=ignore_eos or None,
@@ -155,11 +161,16 @@ def chat(
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
+    min_p: _MinP = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     priority: _Priority = None,
     ttft_slo_ms: _TtftSlo = None,
     tpot_slo_ms: _TpotSlo = None,
     tenant: _Tenant = None,
+    tools: Annotated[
+        Literal["demo"] | None,
+        typer.Option(help="demo: the model may call a calculator and a clock."),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Give an answer up after so many seconds.")
     ] = None,
@@ -174,10 +185,12 @@ def chat(
         url=url,
         system=system,
         timeout_s=timeout,
+        demo_tools=tools == "demo",
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         seed=seed,
         priority=priority,
         ttft_slo_ms=ttft_slo_ms,
@@ -223,6 +236,12 @@ def gateway(
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
     ] = 128,
+    response_store_mib: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Memory for responses that others may continue; without it none are kept."
+        ),
+    ] = 0,
     keep_alive_s: Annotated[
         int,
         typer.Option(
@@ -231,14 +250,22 @@ def gateway(
             help="Seconds until an idle connection ends; proxies must end theirs sooner.",
         ),
     ] = DEFAULT_KEEP_ALIVE_S,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes calls of tools; auto: by its chat template.")
+    ] = "auto",
+    reasoning_format: Annotated[
+        str, typer.Option(help="How the model marks its reasoning; auto: by its chat template.")
+    ] = "auto",
 ) -> None:
-    """OpenAI's HTTP API in front of a running server: completions, chat, models.
+    """OpenAI's HTTP API in front of a running server: completions, chat, responses, models. Also
+    Anthropic's messages.
 
     Listens on http://HOST:PORT/v1 until SIGTERM or Ctrl-C; GET /health and /metrics are there too.
     """
     from fastserve_gateway.app import GatewaySettings
     from fastserve_gateway.auth import ApiKeys
     from fastserve_gateway.command import run_gateway
+    from fastserve_gateway.model_formats import FormatNames
 
     from fastserve_backend.system.logs import log_to_stderr
 
@@ -251,6 +278,8 @@ def gateway(
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
+        max_stored_bytes=response_store_mib << 20,
+        formats=FormatNames(tool_format, reasoning_format),
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
 

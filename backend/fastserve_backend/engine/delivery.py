@@ -93,7 +93,10 @@ class TextDelivery:
         return not self._undelivered
 
     def open_stream(self, job: Job) -> None:
-        self._texts[job] = TextStream(self._tokenizer, job.params.stop)
+        params = job.params
+        self._texts[job] = TextStream(
+            self._tokenizer, params.stop, skip_special_tokens=params.skip_special_tokens
+        )
 
     def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         self._undelivered.append((job, token, reason))

@@ -220,11 +220,12 @@ class Engine:
 
         Raises:
             InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long;
-                or its service level is not allowed.
+                its tokens' rules leave no choice; or its service level is not allowed.
             OverloadedError, DrainingError: no job is accepted now, or a ``TenantLimitError``.
             EngineError: the engine is broken.
         """
         self.checks.validate(prompt_ids, params)
+        rules = self.checks.token_rules(params)
         service = resolve_service(service, self.config)
         job = Job(
             id=job_id,
@@ -235,6 +236,7 @@ class Engine:
             service=service,
             sink=sink,
             seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+            rules=rules,
         )
         predictions = self.predictions
         if predictions is not None:
@@ -396,8 +398,14 @@ class Engine:
     # --- Parts --------------------------------------------------------------------------------
 
     def _vocabulary(self) -> Vocabulary:
-        tokens = [self.tokenizer.token_bytes(one) for one in range(self.model_config.vocab_size)]
-        return Vocabulary(tokens, self.model_config.eos_token_ids)
+        vocab_size = self.model_config.vocab_size
+        tokens = [self.tokenizer.token_bytes(one) for one in range(vocab_size)]
+        specials = {
+            one: text.encode()
+            for one, text in self.tokenizer.specials.items()
+            if one < vocab_size and not tokens[one]
+        }
+        return Vocabulary(tokens, specials, self.model_config.eos_token_ids)
 
     def _close_cluster(self) -> None:
         if self._cluster is not None:

@@ -1,8 +1,12 @@
-"""Jobs with structured output: which of them wait for the mask of their next token.
+"""Jobs that may not choose every token: which of them wait for the mask of their next token.
 
-Such a job is in a step only with the mask of its next token. The mask depends on the token before,
-so the loop requests it when that token has come. Another process computes it (``grammars``): there,
-neither a slow grammar nor a broken one holds up other jobs. A job whose mask is late misses a step.
+A job with structured output is in a step only with the mask of its next token. The mask depends on
+the token before, so the loop requests it when that token has come. Another process computes it
+(``grammars``): there, neither a slow grammar nor a broken one holds up other jobs. A job whose mask
+is late misses a step.
+
+The rules of a request (``TokenRules``) narrow such masks. Without structured output, its allowed
+tokens are the mask of each of its tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, NewMasks
+from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, Mask, NewMasks
 from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 from fastserve_backend.job import Job
 
@@ -23,22 +27,24 @@ _WORTH_WAITING_S = 0.002
 class MaskSource(Protocol):
     """Computes masks; ``grammars.client.GrammarClient`` describes the effects."""
 
-    def begin_job(self, number: int, wanted: StructuredOutput) -> None: ...
+    def begin_job(
+        self, number: int, wanted: StructuredOutput, *, spells_specials: bool
+    ) -> None: ...
 
     def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None: ...
 
     def end_job(self, number: int) -> None: ...
 
 
-class FailedGrammar(NamedTuple):
-    """A job that has to end, because nobody can say what its next token may be."""
+class NoNextToken(NamedTuple):
+    """A job that has to end, because no token may follow, or nobody can say which."""
 
     job: Job
     error: str
 
 
 class MaskedJobs:
-    """The unfinished jobs with structured output. Other jobs may be passed to it, and are ignored.
+    """The unfinished jobs with masks. Other jobs may be passed to it, and are ignored.
 
     Used by the step loop's thread alone.
 
@@ -64,19 +70,25 @@ class MaskedJobs:
         return max(0.0, self._wait_until_s - now) if self._awaited else 0.0
 
     def add(self, job: Job) -> None:
-        """A new job: request the mask of its first token."""
-        if job.params.structured_output is not None:
+        """A new job: its first mask is requested, or is that of its rules."""
+        if job.params.structured_output is None:
+            job.mask = None if job.rules is None else job.rules.allowed
+        else:
             assert self._source is not None
             self._jobs[job.number] = job
             self._waiting.add(job.number)
-            self._source.begin_job(job.number, job.params.structured_output)
+            wanted, skips = job.params.structured_output, job.params.skip_special_tokens
+            self._source.begin_job(job.number, wanted, spells_specials=not skips)
 
-    def on_token(self, job: Job) -> None:
-        """The job has a new token, and needs another mask: ``request_masks`` follows."""
+    def on_token(self, job: Job) -> NoNextToken | None:
+        """The job has a new token. If it needs another mask, ``request_masks`` follows. Returned is
+        a job whose rules allow no other token."""
         if job.number in self._jobs:
             job.mask = None
             self._waiting.add(job.number)
             self._new_tokens.append((job.number, job.output_ids[-1]))
+            return None
+        return _without_choice(job)
 
     def request_masks(self, now: float) -> None:
         """Request the masks that follow all new tokens, in one message."""
@@ -86,25 +98,28 @@ class MaskedJobs:
             self._wait_until_s = now + _WORTH_WAITING_S
             self._new_tokens = []
 
-    def on_answer(self, answer: FromGrammars) -> FailedGrammar | None:
-        """Give jobs their masks, or return the job that cannot have one."""
+    def on_answer(self, answer: FromGrammars) -> list[NoNextToken]:
+        """Give jobs their masks, and return those that cannot go on."""
         if isinstance(answer, NewMasks):
-            for mask in answer.masks:
-                job = self._jobs.get(mask.number)
-                if job is not None and len(job.output_ids) == mask.num_tokens:
-                    job.mask = mask.bits
-                    self._waiting.discard(job.number)
-                    self._awaited.discard(job.number)
-            return None
+            return [failed for mask in answer.masks if (failed := self._on_mask(mask)) is not None]
         job = self._jobs.get(answer.number)
         if job is None:
-            return None
+            return []
         wanted = job.params.structured_output
         assert wanted is not None
         name = f"{FIELD}.{wanted.kind}"
         if isinstance(answer, GrammarRefused):
             job.refusal = InvalidRequestError(name, wanted.text, answer.reason)
-        return FailedGrammar(job, f"{name}: {answer.reason}")
+        return [NoNextToken(job, f"{name}: {answer.reason}")]
+
+    def _on_mask(self, mask: Mask) -> NoNextToken | None:
+        job = self._jobs.get(mask.number)
+        if job is None or len(job.output_ids) != mask.num_tokens:
+            return None
+        job.mask = mask.bits if job.rules is None else job.rules.narrow(mask.bits)
+        self._waiting.discard(job.number)
+        self._awaited.discard(job.number)
+        return _without_choice(job)
 
     def remove(self, job: Job) -> None:
         """The job has ended, for whatever reason."""
@@ -113,3 +128,23 @@ class MaskedJobs:
             self._awaited.discard(job.number)
             self._new_tokens = [one for one in self._new_tokens if one[0] != job.number]
             self._source.end_job(job.number)
+
+
+def _without_choice(job: Job) -> NoNextToken | None:
+    """The job, if its mask and the rules of its request leave no token. It is the client's mistake:
+    the job gets a ``refusal``."""
+    if job.rules is None or job.mask is None or not job.needs_last_token:
+        return None
+    if job.rules.leave_choice(job.mask, job.output_ids):
+        return None
+    params = job.params
+    given = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": len(params.bad_words) > 0,
+        FIELD: params.structured_output is not None,
+    }
+    names = ", ".join(name for name, is_given in given.items() if is_given)
+    job.refusal = InvalidRequestError(
+        names, f"{len(job.output_ids)} tokens", "together they allow no token after these"
+    )
+    return NoNextToken(job, str(job.refusal))

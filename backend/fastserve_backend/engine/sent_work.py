@@ -53,10 +53,11 @@ class SentStep:
             yield number, start + length
 
     @property
-    def decides_masks(self) -> bool:
-        """Whether a job's next mask depends on the token that it gets in this step."""
-        sampling = self.step.sampling
-        return sampling is not None and len(sampling.masks) > 0
+    def decides_choices(self) -> bool:
+        """Whether what a job may choose next depends on the token that it gets in this step."""
+        if self.step.sampling is None:
+            return False
+        return any(job.needs_last_token for job, _ in self.batch[: self.num_sampling])
 
 
 class FinishedStep(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -152,6 +152,9 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
         ],
         masked_rows=np.array(list(masks), "i4").tobytes(),
         masks=b"".join(masks.values()),
+        min_p=np.array([p.min_p for p in params], "f4").tobytes()
+        if any(p.min_p for p in params)
+        else b"",
     )
 
 
@@ -161,6 +164,7 @@ def _is_plain_greedy(job: Job) -> bool:
         params.greedy
         and params.logprobs is None
         and not params.has_penalties
+        and job.rules is None
         and not _biases(job)
         and params.structured_output is None
         and not _must_not_end(job)
@@ -175,9 +179,14 @@ def _biases(job: Job) -> Mapping[int, float]:
     """Biases to add to the job's logits, by token id."""
     params = job.params
     biases = params.logit_bias or {}
-    if not params.stop_token_ids or job.num_outputs >= params.min_tokens:
+    banned: Collection[int] = ()
+    if job.rules is not None:
+        banned = job.rules.banned_after(job.output_ids)
+    if params.stop_token_ids and job.num_outputs < params.min_tokens:
+        banned = {*banned, *params.stop_token_ids}
+    if not banned:
         return biases  # called for each job in each step, so without a copy
-    return {**biases, **dict.fromkeys(params.stop_token_ids, -math.inf)}
+    return {**biases, **dict.fromkeys(banned, -math.inf)}
 
 
 def uniform(seed: int, index: int) -> float:

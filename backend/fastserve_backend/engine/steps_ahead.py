@@ -7,8 +7,8 @@ know yet.
 
 * A job that reaches ``max_tokens`` with its pending token is not chosen.
 * A job whose pending token turns out to end it has run once too often. The last token is ignored.
-* A job with structured output needs the pending token for its next mask. While such a job gets a
-  token, no step is sent ahead.
+* A job with structured output needs the pending token for its next mask, and one with bad words of
+  several tokens for its next bans. While such a job gets a token, no step is sent ahead.
 * A job that its pending token makes longer than the model's ``rotary_switch`` is not chosen: it
   computes its KV again.
 
@@ -72,7 +72,7 @@ class StepsAhead:
         if self._early_end is not None:
             return None
         if running.predicted_s is None:
-            if running.decides_masks:
+            if running.decides_choices:
                 return None
             running.predicted_s = self._predict_s(running.step)
         wait_s = (1 - LEAD_SHARE) * running.predicted_s - LEAD_S

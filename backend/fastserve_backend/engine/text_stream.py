@@ -16,11 +16,19 @@ class TextStream:
 
     Args:
         stop_words: none of them empty.
+        skip_special_tokens: False: a special token has its text, except where it ends the job.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_words: Sequence[str],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._tokens = tokenizer.stream()
+        self._tokens = tokenizer.stream(skip_special_tokens=skip_special_tokens)
+        self._skips_specials = skip_special_tokens
         self._held = ""
         self._plain = _Search(stop_words) if stop_words else None
         specials = set(tokenizer.specials.values()) if stop_words else set()
@@ -46,9 +54,9 @@ class TextStream:
         matches = [self._plain.add(text, is_seen=not is_end, may_stop=may_stop)]
         if self._spelled is not None:
             special = self._tokenizer.specials.get(token_id, "")
-            is_named = special in self._named
-            text = special if is_named else text
-            is_seen = not (is_end or is_named)
+            is_hidden = special in self._named and (is_end or self._skips_specials)
+            text = special if is_hidden else text
+            is_seen = not (is_end or is_hidden)
             matches.append(self._spelled.add(text, is_seen=is_seen, may_stop=may_stop))
         stops = any(is_whole for is_whole, _ in matches)
         length = max(length for is_whole, length in matches if is_whole == stops)

@@ -106,8 +106,8 @@ class UnfinishedJobs:
         return True
 
     def on_mask_answer(self, answer: FromGrammars) -> None:
-        """Jobs have their masks; or one has to end, because its grammar cannot be used."""
-        if (failed := self._masked.on_answer(answer)) is not None:
+        """Jobs have their masks, or have to end because there is none."""
+        for failed in self._masked.on_answer(answer):
             self.fail(failed.job, failed.error)
 
     # --- Tokens -------------------------------------------------------------------------------
@@ -121,11 +121,11 @@ class UnfinishedJobs:
         self._delivery.add_token(job, token, reason)
         if reason is not None:
             self._forget(job, reason)
-        else:
-            self._masked.on_token(job)
+        elif (failed := self._masked.on_token(job)) is not None:
+            self.fail(failed.job, failed.error)
+        elif not job.num_pending and job.num_tokens - 1 == self._rotary_switch:
             # While a step sent ahead runs it, it is as long as before.
-            if not job.num_pending and job.num_tokens - 1 == self._rotary_switch:
-                self.kv.restart(job)
+            self.kv.restart(job)
 
     def deliver_tokens(self) -> None:
         """Send clients the tokens that have come since the last call.

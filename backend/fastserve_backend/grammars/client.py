@@ -38,6 +38,7 @@ _MAX_DEATHS = 2
 @dataclass(slots=True)
 class _Job:
     wanted: StructuredOutput
+    spells_specials: bool
     output_ids: array[int] = field(default_factory=lambda: array("i"))
     asked_s: float | None = None
     """Since when it waits for an answer, to ``BeginJob`` or to its last token; None: it does
@@ -75,10 +76,16 @@ class GrammarClient(HelperProcess[FromGrammars]):
         self._num_beginning = 0
         self._has_vocabulary = False  # the process: it takes jobs
 
-    def begin_job(self, number: int, wanted: StructuredOutput) -> None:
-        """Ask for the first token's mask of a new job."""
+    def begin_job(
+        self, number: int, wanted: StructuredOutput, *, spells_specials: bool = False
+    ) -> None:
+        """Ask for the first token's mask of a new job.
+
+        Args:
+            spells_specials: the job's special tokens have text, so that the grammar may allow them.
+        """
         with self.lock:
-            self._jobs[number] = _Job(wanted, asked_s=time.monotonic())
+            self._jobs[number] = _Job(wanted, spells_specials, asked_s=time.monotonic())
             self._unsent.append(number)
             self._send_unsent()
             self.start()
@@ -127,7 +134,8 @@ class GrammarClient(HelperProcess[FromGrammars]):
         while self._has_vocabulary and self._unsent and self._num_beginning < _MAX_BEGINNING:
             number = self._unsent[0]
             job = self._jobs[number]
-            begin = BeginJob(number, job.wanted.kind, job.wanted.text, job.output_ids.tobytes())
+            kind, text, output = job.wanted.kind, job.wanted.text, job.output_ids.tobytes()
+            begin = BeginJob(number, kind, text, output, job.spells_specials)
             if not self.send(begin):
                 return  # it has died, and ``on_ended`` follows
             self._unsent.popleft()

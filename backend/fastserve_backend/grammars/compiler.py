@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastserve_client.schema_formats import has_unknown_format, schema_parts
+from fastserve_client.schema_formats import without_unknown
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Compiler:
         tokens = [b"" if one in ends else token for one, token in enumerate(tokens)]
         wrapper = TokenizerWrapper(_Vocabulary(tokens, eos_token_ids[0]))
         self._tokenizer = LLTokenizer(wrapper, eos_token=list(eos_token_ids))
+        self._mask_bytes = 4 * -(-len(tokens) // 32)
 
     def compile(self, kind: str, text: str) -> LLMatcher:
         """A matcher of the whole answer. It computes the first mask, to be sure that it can.
@@ -67,20 +68,19 @@ class Compiler:
         except ValueError as error:
             raise GrammarError(_reason(str(error))) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        next_mask(matcher)
+        self.next_mask(matcher)
         return matcher
 
+    def next_mask(self, matcher: LLMatcher) -> bytes:
+        """Which tokens may come next, as bits: see ``Mask``.
 
-def next_mask(matcher: LLMatcher) -> bytes:
-    """Which tokens may come next, as bits: see ``Mask``.
-
-    Raises:
-        GrammarError: no token may, or computing the mask exceeds a limit.
-    """
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise GrammarError(_reason(matcher.get_error()))
-    return mask
+        Raises:
+            GrammarError: no token may, or computing the mask exceeds a limit.
+        """
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(_reason(matcher.get_error()))
+        return mask[: self._mask_bytes]  # llguidance has a bit more than there are tokens
 
 
 def accept(matcher: LLMatcher, token_id: int) -> None:
@@ -123,12 +123,7 @@ class _Vocabulary:
 
 def _grammar(kind: str, text: str) -> str:
     if kind in ("json_schema", "json_object"):
-        schema = json.loads(text)
-        for _, part in schema_parts(schema):
-            if has_unknown_format(part):
-                del part["format"]
-            if part.get("uniqueItems") is False:  # the default, and llguidance refuses the keyword
-                del part["uniqueItems"]
+        schema = without_unknown(json.loads(text))
         options: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":

@@ -10,6 +10,8 @@ class Vocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
 
     tokens: list[bytes]
     """By id; empty for those that have no text."""
+    specials: dict[int, bytes]
+    """The special tokens by id, as a prompt spells them. Their text in ``tokens`` is empty."""
     eos_token_ids: tuple[int, ...]
 
 
@@ -21,6 +23,8 @@ class BeginJob(msgspec.Struct, tag="begin", array_like=True):
     kind: str
     text: str
     output_ids: bytes  # int32: the tokens that the job has already
+    spells_specials: bool
+    """Whether the job's special tokens have text, so that the grammar may allow them."""
 
 
 class AcceptTokens(msgspec.Struct, tag="accept", array_like=True):

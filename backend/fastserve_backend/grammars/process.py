@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llguidance import LLMatcher
 
 from fastserve_backend.grammars.check import Check
-from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept, next_mask
+from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept
 from fastserve_backend.grammars.messages import (
     AcceptTokens,
     BeginJob,
@@ -41,11 +41,13 @@ _MASKS_TOGETHER_S = 0.001
 class _Grammar(NamedTuple):
     kind: str
     text: str
+    spells_specials: bool
 
 
 @dataclass(slots=True)
 class _Job:
     number: int
+    compiler: Compiler
     matcher: LLMatcher
     num_tokens: int = 0
 
@@ -56,7 +58,7 @@ class _Job:
 
     def mask(self) -> Mask:
         """Raises GrammarError."""
-        return Mask(self.number, self.num_tokens, next_mask(self.matcher))
+        return Mask(self.number, self.num_tokens, self.compiler.next_mask(self.matcher))
 
     def mask_after(self, token_id: int) -> Mask:
         """Raises GrammarError: also where computing the mask takes too long."""
@@ -80,7 +82,9 @@ class GrammarLoop:
 
     def __init__(self, engine: Packets[ToGrammars]) -> None:
         self._engine = engine
-        self._compiler: Compiler
+        self._vocabulary: Vocabulary
+        self._compilers: dict[bool, Compiler] = {}
+        """By whether special tokens have text. They are made when a job needs them."""
         self._jobs: dict[int, _Job] = {}
         self._known: OrderedDict[_Grammar, LLMatcher | str] = OrderedDict()
         """Grammars used last: the matcher to copy, or the reason why there is none."""
@@ -115,12 +119,12 @@ class GrammarLoop:
                 begins[:] = [begin for begin in begins if begin.number != message.number]
         else:
             assert isinstance(message, Vocabulary)
-            self._compiler = Compiler(message.tokens, message.eos_token_ids)
+            self._vocabulary = message
 
     # --- Jobs that begin ----------------------------------------------------------------------
 
     def _begin(self, begin: BeginJob) -> None:
-        grammar = _Grammar(begin.kind, begin.text)
+        grammar = _Grammar(begin.kind, begin.text, begin.spells_specials)
         if grammar in self._known:
             self._known.move_to_end(grammar)
             self._start(begin, self._known[grammar])
@@ -135,7 +139,8 @@ class GrammarLoop:
         while self._unchecked and len(self._checks) < _MAX_CHECKS:
             grammar = self._unchecked.popleft()
             if self._waiting[grammar]:
-                check = Check(self._compiler, *grammar)
+                compiler = self._compiler(spells_specials=grammar.spells_specials)
+                check = Check(compiler, grammar.kind, grammar.text)
                 self._checks[check.fileno()] = grammar, check
             else:
                 del self._waiting[grammar]  # its jobs were cancelled
@@ -144,7 +149,8 @@ class GrammarLoop:
         grammar, check = self._checks.pop(fileno)
         reason = check.reason()
         try:
-            known = self._compiler.compile(*grammar) if reason is None else reason
+            compiler = self._compiler(spells_specials=grammar.spells_specials)
+            known = compiler.compile(grammar.kind, grammar.text) if reason is None else reason
         except GrammarError as error:
             known = str(error)
         self._known[grammar] = known
@@ -154,11 +160,23 @@ class GrammarLoop:
             self._start(begin, known)
         self._check_next()
 
+    def _compiler(self, *, spells_specials: bool) -> Compiler:
+        compiler = self._compilers.get(spells_specials)
+        if compiler is None:
+            tokens = list(self._vocabulary.tokens)
+            if spells_specials:
+                for token_id, text in self._vocabulary.specials.items():
+                    tokens[token_id] = text
+            compiler = Compiler(tokens, self._vocabulary.eos_token_ids)
+            self._compilers[spells_specials] = compiler
+        return compiler
+
     def _start(self, begin: BeginJob, known: LLMatcher | str) -> None:
         if isinstance(known, str):
             self._engine.send(GrammarRefused(begin.number, known))
             return
-        job = _Job(begin.number, known.deep_copy())
+        compiler = self._compiler(spells_specials=begin.spells_specials)
+        job = _Job(begin.number, compiler, known.deep_copy())
         try:
             for token_id in array("i", begin.output_ids):
                 job.accept(token_id)

@@ -134,6 +134,7 @@ class Sampling(msgspec.Struct, array_like=True):
     masks: bytes = b""
     """int32 [m, ceil(vocab / 32)]: for each of these rows a bit for each token, 1 if the row may
     choose it. The lowest bit of a byte comes first."""
+    min_p: bytes = b""  # float32 [R]: 0 = none; or empty: no row has one
 
 
 class LogitBias(msgspec.Struct, array_like=True):

@@ -17,6 +17,7 @@ import numpy as np
 from fastserve_client import protocol
 from numpy.typing import NDArray
 
+from fastserve_backend.checkpoints.chat_options import MAX_TOOLS_CHARS, ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.grammars.structured_output import StructuredOutput
@@ -32,12 +33,26 @@ MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
 # Enough for a million tokens of escaped text. All other requests wait while JSON is read.
 MAX_MESSAGES_BYTES = 16 << 20
 
-_MESSAGE_KEYS = ("role", "content", "tool_calls")
+_MESSAGE_KEYS = (
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *("reasoning_content", "reasoning"),
+)
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
-_REQUEST_KEYS = {*protocol.PARAMETER_KEYS, protocol.REQUEST_ID, GRPC_STATUS_HEADER}
+_ONLY_IN_REQUEST = (protocol.REQUEST_ID, GRPC_STATUS_HEADER)
 _SPECS = {spec.name: spec for spec in protocol.INPUTS}
+
+_TASK_FIELDS: dict[str, tuple[str, ...]] = {
+    protocol.DESCRIBE: (),
+    protocol.TOKENIZE: (
+        *(protocol.TEXT_INPUT, protocol.MESSAGES, *protocol.CHAT_OPTIONS),
+        *(protocol.ADD_SPECIAL_TOKENS, protocol.RETURN_TOKEN_STRS),
+    ),
+    protocol.DETOKENIZE: (protocol.INPUT_IDS,),
+}
+_ANY_TASKS_FIELDS = (protocol.TASK, protocol.SAMPLING_PARAMETERS, protocol.REQUEST_ID)
+_TASK_KEYS = (*protocol.PARAMETER_KEYS, protocol.RETURN_TOKEN_STRS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +65,18 @@ class GenerateRequest:
     messages: list[Any] | None
     """A conversation for the model's chat template: a list of at least one element of any type,
     which is not checked yet."""
+    chat: ChatOptions
+    """What the chat template gets beside ``messages``."""
+    add_special_tokens: bool
+    """The tokenizer adds the tokens that the model expects around a prompt."""
     stream: bool
     include_input: bool
     """``text_output`` begins with the prompt's text; never with ``stream`` or ``messages``."""
     params: SamplingParams
     clip_max_tokens: bool
     """``params.max_tokens`` may be lowered to what fits."""
+    truncate_prompt_tokens: int | None
+    """See ``RequestChecks.kept_tokens``."""
     service: ServiceLevel
     return_finish_reason: bool
     return_num_input_tokens: bool
@@ -78,7 +99,9 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
     Raises:
         InvalidRequestError: names the first field that is wrong.
     """
-    prompt = _prompt(tensors)
+    prompt = _prompt(tensors, protocol.PROMPTS)
+    if prompt.text == "":
+        raise InvalidRequestError(protocol.TEXT_INPUT, "", "must not be empty")
     values = _Values(tensors, parameters)
     stream = values.boolean(protocol.STREAM)
     exclude_input = values.get(protocol.EXCLUDE_INPUT_IN_OUTPUT, _to_bool)
@@ -95,10 +118,13 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         text=prompt.text,
         input_ids=prompt.input_ids,
         messages=prompt.messages,
+        chat=_chat_options(values, prompt),
+        add_special_tokens=_adds_special_tokens(values, prompt),
         stream=stream,
         include_input=answer_only is None and not exclude_input,
         params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
+        truncate_prompt_tokens=values.get(protocol.TRUNCATE_PROMPT_TOKENS, _to_int),
         service=ServiceLevel(
             priority=values.get(protocol.PRIORITY, _to_int) or 0,
             ttft_slo_s=values.get(protocol.TTFT_SLO_MS, _to_seconds),
@@ -140,21 +166,80 @@ def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float 
     return interval_ms / 1000
 
 
+@dataclass(frozen=True, slots=True)
+class DescribeTask:
+    """Wants a description of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeTask:
+    """Wants the tokens of ``text``, which may be empty, or of ``messages``, which are not checked
+    yet."""
+
+    text: str | None
+    messages: list[Any] | None
+    chat: ChatOptions
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeTask:
+    """Wants the text of these tokens, [n] with n > 0, which are not checked yet."""
+
+    input_ids: NDArray[np.int32]
+
+
+Task = DescribeTask | TokenizeTask | DetokenizeTask
+
+
+def decode_task(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Task | None:
+    """The task of a request that is no job; None: the request is for tokens.
+
+    Raises:
+        InvalidRequestError: names the first field that is wrong, or not allowed with the task.
+    """
+    if protocol.TASK not in tensors:
+        return None
+    task = _to_text(protocol.TASK, _single(protocol.TASK, tensors[protocol.TASK]))
+    if task not in _TASK_FIELDS:
+        allowed = "must be one of " + ", ".join(_TASK_FIELDS)
+        raise InvalidRequestError(protocol.TASK, task, allowed)
+    fields = _TASK_FIELDS[task]
+    values = _Values(tensors, parameters, _TASK_KEYS)
+    for name in values.given():
+        if name not in fields and name not in _ANY_TASKS_FIELDS:
+            allowed = f"not with the task {task}, which takes {', '.join(fields) or 'nothing'}"
+            raise InvalidRequestError(name, "a value", allowed)
+    if task == protocol.DESCRIBE:
+        return DescribeTask()
+    prompt = _prompt(tensors, [name for name in protocol.PROMPTS if name in fields])
+    if prompt.input_ids is not None:
+        return DetokenizeTask(prompt.input_ids)
+    return TokenizeTask(
+        text=prompt.text,
+        messages=prompt.messages,
+        chat=_chat_options(values, prompt),
+        add_special_tokens=_adds_special_tokens(values, prompt),
+        return_token_strs=values.boolean(protocol.RETURN_TOKEN_STRS),
+    )
+
+
 class _Prompt(NamedTuple):
     text: str | None = None
     input_ids: NDArray[np.int32] | None = None
     messages: list[Any] | None = None
 
 
-def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
-    given = [name for name in protocol.PROMPTS if name in tensors]
+def _prompt(tensors: Mapping[str, NDArray[Any]], names: Sequence[str]) -> _Prompt:
+    """The only one of these fields that is given. A text may be empty."""
+    given = [name for name in names if name in tensors]
     if len(given) != 1:
-        allowed = (
-            f"exactly one of {', '.join(protocol.PROMPTS)} is required "
-            f"(or {protocol.WATCH_INTERVAL_MS})"
-        )
+        allowed = f"exactly one of {', '.join(names)} is required"
+        if protocol.TASK not in tensors:
+            allowed += f" (or {protocol.WATCH_INTERVAL_MS}, or {protocol.TASK})"
         what = " and ".join(given) or "none"
-        raise InvalidRequestError(", ".join(given or protocol.PROMPTS), what, allowed)
+        raise InvalidRequestError(", ".join(given or names), what, allowed)
     name, tensor = given[0], tensors[given[0]]
     if name == protocol.INPUT_IDS:
         if tensor.size == 0:
@@ -168,8 +253,6 @@ def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
     text = _to_text(name, encoded)
     if name == protocol.MESSAGES:
         return _Prompt(messages=_messages(text))
-    if not text:
-        raise InvalidRequestError(name, text, "must not be empty")
     return _Prompt(text=text)
 
 
@@ -180,6 +263,27 @@ def _messages(text: str) -> list[Any]:
         allowed = "must be a JSON list of at least one message"
         raise InvalidRequestError(protocol.MESSAGES, f"{len(text)} characters", allowed)
     return messages
+
+
+def _chat_options(values: _Values, prompt: _Prompt) -> ChatOptions:
+    if prompt.messages is None:
+        for name in protocol.CHAT_OPTIONS:
+            if values.get(name, lambda name, value: value) is not None:
+                raise InvalidRequestError(name, "a value", f"only with {protocol.MESSAGES}")
+    return ChatOptions(
+        tools=values.get(protocol.TOOLS, _to_tools),
+        kwargs=values.get(protocol.CHAT_TEMPLATE_KWARGS, _to_object),
+        add_generation_prompt=values.get(protocol.ADD_GENERATION_PROMPT, _to_bool),
+        continue_final_message=values.boolean(protocol.CONTINUE_FINAL_MESSAGE),
+    )
+
+
+def _adds_special_tokens(values: _Values, prompt: _Prompt) -> bool:
+    given: bool | None = values.get(protocol.ADD_SPECIAL_TOKENS, _to_bool)
+    if given and prompt.input_ids is not None:
+        allowed = f"must be false or left out with {protocol.INPUT_IDS}"
+        raise InvalidRequestError(protocol.ADD_SPECIAL_TOKENS, given, allowed)
+    return prompt.text is not None if given is None else given
 
 
 def refuse_unknown_keys(messages: Sequence[Message]) -> None:
@@ -214,7 +318,13 @@ class _Values:
     """One value for each name: from its tensor, else ``sampling_parameters``, else the request
     parameters."""
 
-    def __init__(self, tensors: Mapping[str, NDArray[Any]], parameters: str) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, NDArray[Any]],
+        parameters: str,
+        keys: Sequence[str] = protocol.PARAMETER_KEYS,
+    ) -> None:
+        """``keys`` may be in ``sampling_parameters`` and request parameters."""
         unknown = [name for name in tensors if name not in _SPECS]
         if unknown:
             raise InvalidRequestError(unknown[0], "a tensor", "no input has this name")
@@ -222,11 +332,11 @@ class _Values:
         sampling = _sampling_object(tensors.get(protocol.SAMPLING_PARAMETERS))
         request = _json_object("parameters", parameters) if parameters else {}
         self._sources = (sampling, request)
-        unknown = [key for key in sampling if key not in protocol.PARAMETER_KEYS]
-        unknown += [key for key in request if key not in _REQUEST_KEYS]
+        unknown = [key for key in sampling if key not in keys]
+        unknown += [key for key in request if key not in (*keys, *_ONLY_IN_REQUEST)]
         if unknown:
             value = sampling.get(unknown[0], request.get(unknown[0]))
-            allowed = "unknown parameter; allowed are " + ", ".join(protocol.PARAMETER_KEYS)
+            allowed = "unknown parameter; allowed are " + ", ".join(keys)
             raise InvalidRequestError(unknown[0], value, allowed)
 
     def get(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
@@ -351,6 +461,17 @@ def _to_object(name: str, value: Any) -> dict[str, Any]:
     raise InvalidRequestError(name, value, "must be a JSON object")
 
 
+def _to_tools(name: str, value: Any) -> list[Any]:
+    """From a list or its text: request parameters cannot be lists."""
+    if isinstance(value, str) and len(value) > MAX_TOOLS_CHARS:  # before it takes time to read
+        allowed = f"at most {MAX_TOOLS_CHARS} characters of JSON"
+        raise InvalidRequestError(name, f"{len(value)} characters", allowed)
+    found = _from_json(value) if isinstance(value, str) else value
+    if not isinstance(found, list):
+        raise InvalidRequestError(name, value, "must be a JSON list")
+    return found
+
+
 def _to_structured_output(name: str, value: Any) -> StructuredOutput:
     return StructuredOutput.of(_to_object(name, value))
 
@@ -376,12 +497,16 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.TEMPERATURE: _to_float,
     protocol.TOP_P: _to_float,
     protocol.TOP_K: _to_int,
+    protocol.MIN_P: _to_float,
     protocol.REPETITION_PENALTY: _to_float,
     protocol.PRESENCE_PENALTY: _to_float,
     protocol.FREQUENCY_PENALTY: _to_float,
     protocol.SEED: _to_int,
     protocol.STOP_TOKEN_IDS: _to_token_ids,
     protocol.IGNORE_EOS: _to_bool,
+    protocol.SKIP_SPECIAL_TOKENS: _to_bool,
     protocol.LOGIT_BIAS: _to_logit_bias,
+    protocol.ALLOWED_TOKEN_IDS: _to_token_ids,
+    protocol.BAD_WORDS: _to_words,
     protocol.STRUCTURED_OUTPUT: _to_structured_output,
 }

@@ -25,6 +25,7 @@ from fastserve_backend.serving.codec import (
     GRPC_STATUS_HEADER,
     GenerateRequest,
     decode_request,
+    decode_task,
     decode_watch,
     refuse_unknown_keys,
 )
@@ -41,6 +42,7 @@ from fastserve_backend.serving.streaming import (
     ResponseStream,
     unexpected_error,
 )
+from fastserve_backend.serving.tasks import TaskStream, perform
 from fastserve_backend.serving.watching import WatchStream
 from fastserve_backend.system.clock import MonotonicClock
 from fastserve_backend.system.logs import log_to_stderr
@@ -102,13 +104,16 @@ class TritonPythonModel:
             try:
                 tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
                 interval_s = decode_watch(tensors, parameters)
-                if interval_s is None:
-                    wanted = decode_request(tensors, parameters)
-                    self._submit(_text(request.request_id), wanted, channel, emitter)
-                else:
+                task = decode_task(tensors, parameters)
+                if interval_s is not None:
                     watch = WatchStream(channel, emitter)
                     number = self._engine.watch(interval_s, watch.push)
                     watch.on_accepted(partial(self._engine.unwatch, number))
+                elif task is not None:
+                    emitter.wake(TaskStream(channel, emitter, perform(task, self._engine)))
+                else:
+                    wanted = decode_request(tensors, parameters)
+                    self._submit(_text(request.request_id), wanted, channel, emitter)
             except Exception as error:
                 self._num_rejected += 1
                 emitter.wake(RefusedStream(channel, emitter, _refusal(error)))
@@ -143,20 +148,30 @@ class TritonPythonModel:
     ) -> None:
         engine = self._engine
         users_words = wanted.text
+        kept = engine.checks.kept_tokens(
+            wanted.truncate_prompt_tokens, wanted.params, clips=wanted.clip_max_tokens
+        )
         if wanted.text is not None:
-            prompt_ids = engine.checks.encode(wanted.text)
+            prompt_ids = engine.checks.encode(
+                wanted.text, kept, special_tokens=wanted.add_special_tokens
+            )
         elif wanted.messages is not None:
             messages = engine.checks.check_conversation(wanted.messages)
             refuse_unknown_keys(messages)
-            prompt_ids = engine.checks.encode_chat(messages)
+            prompt_ids = engine.checks.encode_chat(
+                messages, wanted.chat, kept, special_tokens=wanted.add_special_tokens
+            )
             users_words = last_user_words(messages)
         else:
             assert wanted.input_ids is not None
-            prompt_ids = engine.checks.accept_ids(wanted.input_ids)
+            prompt_ids = engine.checks.accept_ids(wanted.input_ids, kept)
         prompt = ""
         if wanted.include_input:
             prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)
-        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, engine.tokenizer.token_bytes)
+        tokenizer = engine.tokenizer
+        skips_specials = wanted.params.skip_special_tokens
+        token_bytes = tokenizer.token_bytes if skips_specials else tokenizer.spelled_bytes
+        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, token_bytes)
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
         stream = ResponseStream(channel, emitter, encoder, interval)
         params = wanted.params

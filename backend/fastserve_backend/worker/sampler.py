@@ -155,6 +155,7 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tenso
     temperature = np.frombuffer(sampling.temperature, dtype=np.float32)
     top_k = np.frombuffer(sampling.top_k, dtype=np.int32)
     top_p = np.frombuffer(sampling.top_p, dtype=np.float32)
+    min_p = np.frombuffer(sampling.min_p or bytes(len(sampling.top_p)), dtype=np.float32)
     uniform = np.frombuffer(sampling.uniform, dtype=np.float64)
     random = temperature > 0
     filtered = random & ((top_k > 0) | (top_p < 1))
@@ -176,9 +177,10 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tenso
         probabilities = torch.softmax(of_rows / heat, dim=-1)
         if is_filtered:
             inverted = _invert_filtered(
-                probabilities, uniform[rows], top_k[rows], top_p[rows], uploads
+                probabilities, uniform[rows], top_k[rows], top_p[rows], min_p[rows], uploads
             )
         else:
+            _drop_unlikely(probabilities, min_p[rows], uploads)
             inverted = _invert(probabilities, uploads.bring(uniform[rows]))
         token_ids[index] = inverted
         chosen[index] = _of_tokens(probabilities, inverted)
@@ -194,8 +196,20 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return index.clamp_(max=probabilities.shape[-1] - 1)
 
 
+def _drop_unlikely(probabilities: Tensor, min_p: Array, uploads: Uploads) -> None:
+    """Set what is below ``min_p`` [R] times the largest of its row to 0, in place."""
+    if min_p.any():
+        least = uploads.bring(min_p[:, None]) * probabilities.amax(dim=-1, keepdim=True)
+        probabilities.masked_fill_(probabilities < least, 0.0)
+
+
 def _invert_filtered(
-    probabilities: Tensor, uniform: Array, top_k: Array, top_p: Array, uploads: Uploads
+    probabilities: Tensor,
+    uniform: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    uploads: Uploads,
 ) -> Tensor:
     vocab = probabilities.shape[-1]
     if (top_k > 0).all():
@@ -207,7 +221,9 @@ def _invert_filtered(
     rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
     limit = uploads.bring(np.where(top_k > 0, top_k, vocab)[:, None])
     kept = ordered.masked_fill(rank >= limit, 0.0)
-    # top_p applies to what top_k has kept. A token stays if those above it have not reached top_p.
+    _drop_unlikely(kept, min_p, uploads)
+    # top_p applies to what top_k and min_p have kept. A token stays if those above it have not
+    # reached top_p.
     cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
     before = cumulative - kept
     share = uploads.bring(top_p[:, None]) * cumulative[:, -1:]

@@ -1,0 +1,114 @@
+"""Turns requests of other APIs into chat completions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import dropwhile
+from typing import Any
+
+from pydantic import ValidationError
+
+from fastserve_gateway.errors import from_validation, invalid
+from fastserve_gateway.schemas import ChatRequest
+
+PARAGRAPH = "\n\n"
+"""Between texts that a template takes as one."""
+_MAX_TYPE_CHARS = 32
+FIELDS_OF_CHAT = (
+    *("min_p", "seed", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "skip_special_tokens"),
+    *("structured_output", "chat_template_kwargs"),
+)
+"""Fields that only chat completions have. The other APIs take them with the same meaning."""
+
+TemplateVariables = dict[str, tuple[str, ...]]
+"""For each field that is for the chat template: the variables that it becomes."""
+
+
+class FieldNames:
+    """Names of an API's fields for those of chat completions.
+
+    Args:
+        patterns: regular expressions for the beginning of a path in a chat completion's body, and
+            what stands there in the other API.
+    """
+
+    def __init__(self, patterns: Sequence[tuple[str, str]]) -> None:
+        self._patterns = [(re.compile(pattern), new) for pattern, new in patterns]
+
+    def of(self, path: str) -> str:
+        for pattern, new in self._patterns:
+            if match := pattern.match(path):
+                return match.expand(new) + path[match.end() :]
+        return path
+
+
+def chat_request(fields: Mapping[str, Any], names: FieldNames) -> ChatRequest:
+    """A chat completion with these fields, without those that are None.
+
+    Raises:
+        ApiError: a field is wrong (400); the error has the other API's name for it.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatRequest.model_validate(given)
+    except ValidationError as error:
+        found = from_validation(error)
+        path = found.body["error"]["param"]
+        if path is None:
+            raise found from None
+        raise invalid(names.of(path), str(found).removeprefix(f"{path}: ")) from None
+
+
+def thinking_variables(thinks: bool) -> dict[str, bool]:
+    """The variables by which templates let the model think first, or not."""
+    return {"enable_thinking": thinks, "thinking": thinks}
+
+
+def with_variables(variables: Mapping[str, Any], kwargs: Any) -> Any:
+    """The field ``chat_template_kwargs``, whose own variables come first. What is no object stays
+    as it is, to be refused."""
+    if kwargs is None:
+        return variables or None
+    return {**variables, **kwargs} if isinstance(kwargs, dict) else kwargs
+
+
+def assistant_message(
+    text: str, reasoning: str = "", calls: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """An assistant's message, with ``calls`` as ``function_call`` makes them."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a tool in an assistant's message. ``arguments`` is JSON text."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def tool_message(call_id: str, output: str) -> dict[str, Any]:
+    """What a tool returned."""
+    return {"role": "tool", "tool_call_id": call_id, "content": output}
+
+
+def join_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Joins the system messages at the beginning to one: most templates take only one."""
+    rest = list(dropwhile(lambda one: one["role"] == "system", messages))
+    system = [one["content"] for one in messages[: len(messages) - len(rest)]]
+    return [{"role": "system", "content": PARAGRAPH.join(system)}, *rest] if system else rest
+
+
+def got_type(item: Any) -> str:
+    """Which kind of item or part it is, for a message; what it has may be a prompt."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return f"got type {kind[:_MAX_TYPE_CHARS]!r}" if isinstance(kind, str) else "got no type"

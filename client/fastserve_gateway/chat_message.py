@@ -1,0 +1,45 @@
+"""The messages of a conversation, as clients send them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NotRequired
+
+from fastserve_client.message_text import NOT_TEXT, joined_text
+from fastserve_client.options import Message
+from pydantic import ConfigDict, PlainValidator
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+
+
+def _check_content(value: Any) -> Any:
+    if joined_text(value) is None:
+        raise ValueError(NOT_TEXT)
+    return value
+
+
+def fill_content(message: Any) -> Any:
+    """Adds empty content to an assistant's message with tool calls, which clients send back."""
+    if not isinstance(message, dict) or message.get("content") is not None:
+        return message
+    only_calls = message.get("role") == "assistant" and message.get("tool_calls")
+    return {**message, "content": ""} if only_calls else message
+
+
+class ChatMessage(TypedDict):
+    """A dictionary, because it takes a quarter of the memory of a pydantic object."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    role: str
+    content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
+    """Text, or parts of type text."""
+    tool_calls: NotRequired[list[dict[str, Any]] | None]
+    tool_call_id: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+
+
+def for_template(message: ChatMessage) -> Message:
+    kept: dict[str, Any] = {"role": message["role"], "content": joined_text(message["content"])}
+    for name in ("tool_calls", "tool_call_id", "reasoning_content"):
+        if message.get(name):
+            kept[name] = message[name]
+    return kept

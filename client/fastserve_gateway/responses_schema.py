@@ -1,0 +1,163 @@
+"""Body of ``POST /v1/responses``, and the chat completion that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, StringConstraints, model_validator
+
+from fastserve_gateway.chat_conversion import (
+    FIELDS_OF_CHAT,
+    FieldNames,
+    TemplateVariables,
+    chat_request,
+    got_type,
+    join_system,
+    thinking_variables,
+    with_variables,
+)
+from fastserve_gateway.errors import invalid
+from fastserve_gateway.responses_input import input_messages
+from fastserve_gateway.schemas import ChatRequest, RequestBody
+from fastserve_gateway.strict_fields import StrictFields
+
+NAMES = FieldNames(
+    (
+        (r"messages\b(\.\d+)*", "input"),
+        (r"max_completion_tokens\b", "max_output_tokens"),
+        (r"response_format(\.json_schema)?\b", "text.format"),
+        (r"tools\.(\d+)\.function\b", r"tools.\1"),
+        (r"tool_choice\.function\b", "tool_choice"),
+        (r"reasoning_effort\b", "reasoning.effort"),
+    )
+)
+"""Of a chat completion's fields in this API."""
+
+_FIELDS_OF_CHAT = (*FIELDS_OF_CHAT, "stop", "top_k")
+_UNSUPPORTED = ("background", "conversation", "prompt")
+"""Fields that would change the answer, or how it comes."""
+_LOGPROBS = "message.output_text.logprobs"
+"""The only value of ``include`` about something that an answer of this server can have."""
+_MAX_METADATA = 16
+
+
+class TextConfig(StrictFields):
+    format: dict[str, Any] | None = None
+
+
+class ReasoningConfig(StrictFields):
+    effort: str | None = None
+
+
+class ResponsesRequest(RequestBody):
+    """Body of ``POST /v1/responses``."""
+
+    input: Any
+    """Text, or a list of items. A large list is checked item by item, up to its first mistake."""
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    reasoning: ReasoningConfig | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, StringConstraints(max_length=64)],
+                Annotated[str, StringConstraints(max_length=512)],
+            ],
+            Field(max_length=_MAX_METADATA),
+        ]
+        | None
+    ) = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+
+    _chat: ChatRequest = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _build_chat(self) -> ResponsesRequest:
+        extra = self.model_extra or {}
+        for name in _UNSUPPORTED:
+            if extra.get(name):
+                raise invalid(name, "not supported; must be left out")
+        effort = self.reasoning and self.reasoning.effort
+        wants_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+        fields = {
+            "model": self.model,
+            "stream": self.stream,
+            "messages": self._messages(()),
+            "tools": self.tools and [_chat_tool(tool) for tool in self.tools],
+            "tool_choice": _chat_tool_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self.text and _response_format(self.text.format),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": wants_logprobs or None,
+            "top_logprobs": self.top_logprobs,
+            "reasoning_effort": effort,
+            **{name: extra.get(name) for name in _FIELDS_OF_CHAT},
+            "chat_template_kwargs": with_variables(
+                thinking_variables(effort != "none") if effort else {},
+                extra.get("chat_template_kwargs"),
+            ),
+        }
+        self._chat = chat_request(fields, NAMES)
+        return self
+
+    def chat(self, history: Sequence[Mapping[str, Any]]) -> ChatRequest:
+        """The chat completion that it asks for, behind the messages of earlier responses."""
+        if not history:
+            return self._chat
+        return self._chat.model_copy(update={"messages": self._messages(history)})
+
+    def input_messages(self) -> list[dict[str, Any]]:
+        """The messages of ``input``."""
+        return input_messages(self.input)
+
+    def unknown_fields(self) -> list[str]:
+        names = [name for name in super().unknown_fields() if name not in _FIELDS_OF_CHAT]
+        for prefix, part in (("text", self.text), ("reasoning", self.reasoning)):
+            names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
+        if self.truncation == "auto":
+            names.append("truncation")
+        return [*names, *map(NAMES.of, self._chat.unknown_fields())]
+
+    def template_variables(self) -> TemplateVariables:
+        effort = self.reasoning and self.reasoning.effort
+        names = (*thinking_variables(True), "reasoning_effort")
+        return {"reasoning.effort": names} if effort else {}
+
+    def _messages(self, history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        instructions = [{"role": "system", "content": self.instructions}]
+        own = self.input_messages()
+        return join_system([*(instructions if self.instructions else ()), *history, *own])
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": tool.get("type"), "function": function}
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        raise invalid("tool_choice", f"{got_type(choice)}; not supported; must be 'function'")
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _response_format(wanted: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.get("type") != "json_schema":
+        return None if wanted is None else dict(wanted)
+    schema = {name: value for name, value in wanted.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,36 @@
+"""The settings of a gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastserve_client.errors import InvalidRequest
+
+from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.model_formats import FormatNames
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    url: str
+    """Endpoint of the tritonserver, gRPC or HTTP."""
+    model: str
+    """The model's name there and in the API."""
+    keys: ApiKeys
+    strict: bool
+    """True: unknown fields are errors."""
+    max_body_bytes: int
+    max_held_bytes: int
+    """The bytes of the bodies of all unanswered requests."""
+    max_jobs: int
+    """Most answers to one request: prompts times ``n``."""
+    max_stored_bytes: int
+    """The bytes of all stored responses; 0 stores none."""
+    formats: FormatNames = FormatNames()  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise InvalidRequest(
+                f"max_held_bytes: got {self.max_held_bytes}; must be at least the "
+                f"{self.max_body_bytes} of max_body_bytes, or the largest would never be taken"
+            )

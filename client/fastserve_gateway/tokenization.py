@@ -1,0 +1,140 @@
+"""``POST /tokenize`` and ``POST /detokenize``, in the shapes of vLLM's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+from fastserve_client import protocol
+from fastserve_client.aio_client import AsyncFastServeClient
+from fastserve_client.options import ChatTemplateOptions, Message
+from fastserve_client.results import Tokenization
+from pydantic import PlainValidator, PrivateAttr, ValidationError, model_validator
+
+from fastserve_gateway.errors import from_validation
+from fastserve_gateway.model_formats import DescribedFormats, ModelFormats
+from fastserve_gateway.schemas import ChatRequest
+from fastserve_gateway.strict_fields import Body
+
+_CHAT_FIELDS = ("messages", *protocol.CHAT_OPTIONS)
+
+
+def _check_tokens(value: Any) -> Any:
+    # There may be millions, so no Python runs for each. A bool is an int to Python, but no token.
+    if isinstance(value, list) and set(map(type, value)) == {int}:
+        return value
+    raise ValueError("must be a list of at least one token id")
+
+
+class TaskBody(Body):
+    """Fields of each request that is no job."""
+
+    model: str | None = None
+
+    def field_names(self) -> dict[str, str]:
+        """Names of the server's fields in this request, where they differ from completions."""
+        return {}
+
+
+class TokenizeRequest(TaskBody):
+    """Body of ``POST /tokenize``: a text, or what makes the prompt of a chat completion."""
+
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    _chat: ChatRequest | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _build_chat(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: exactly one of prompt and messages is required")
+        if self.messages is not None:
+            fields = {name: getattr(self, name) for name in _CHAT_FIELDS}
+            try:
+                self._chat = ChatRequest.model_validate({"model": self.model or "", **fields})
+            except ValidationError as error:
+                raise from_validation(error) from None
+        return self
+
+    @property
+    def chat(self) -> ChatRequest | None:
+        """The chat completion with this prompt; None: the prompt is a text."""
+        return self._chat
+
+    def unknown_fields(self) -> list[str]:
+        nested = [] if self._chat is None else self._chat.unknown_fields()
+        return [*super().unknown_fields(), *nested]
+
+    def field_names(self) -> dict[str, str]:
+        return {protocol.TEXT_INPUT: "prompt" if self._chat is None else "messages"}
+
+
+class DetokenizeRequest(TaskBody):
+    """Body of ``POST /detokenize``."""
+
+    tokens: Annotated[list[int], PlainValidator(_check_tokens)]
+
+    def field_names(self) -> dict[str, str]:
+        return {protocol.INPUT_IDS: "tokens"}
+
+
+async def tokenize_chat(
+    client: AsyncFastServeClient,
+    formats: ModelFormats,
+    request: ChatRequest,
+    *,
+    add_special_tokens: bool | None = None,
+    return_token_strs: bool = False,
+) -> Tokenization:
+    """The tokens of the prompt that the request would have.
+
+    Raises ApiError, ClientError.
+    """
+    (messages,) = formats.prompts(request)
+    options = formats.options(request)
+    chosen = {name: options.get(name) for name in protocol.CHAT_OPTIONS}
+    return await client.tokenize(
+        cast("list[Message]", messages),
+        add_special_tokens=add_special_tokens,
+        return_token_strs=return_token_strs,
+        **cast("ChatTemplateOptions", chosen),
+    )
+
+
+async def tokenize_result(
+    client: AsyncFastServeClient, formats: DescribedFormats, body: TokenizeRequest
+) -> dict[str, Any]:
+    """The answer to ``POST /tokenize``. Raises ApiError, ClientError."""
+    add_special_tokens, return_token_strs = body.add_special_tokens, bool(body.return_token_strs)
+    if body.chat is None:
+        found = await client.tokenize(
+            body.prompt or "",
+            add_special_tokens=add_special_tokens,
+            return_token_strs=return_token_strs,
+        )
+    else:
+        found = await tokenize_chat(
+            client,
+            await formats.current(),
+            body.chat,
+            add_special_tokens=add_special_tokens,
+            return_token_strs=return_token_strs,
+        )
+    return {
+        "count": found.count,
+        "max_model_len": found.max_model_len,
+        "tokens": found.token_ids,
+        "token_strs": found.token_strs,
+    }
+
+
+async def detokenize_result(
+    client: AsyncFastServeClient, body: DetokenizeRequest
+) -> dict[str, Any]:
+    """The answer to ``POST /detokenize``. Raises ClientError."""
+    return {"prompt": await client.detokenize(body.tokens)}

@@ -1,0 +1,298 @@
+"""Calls of tools and reasoning in ``/v1/chat/completions``, with the official client.
+
+The model has random weights and the template of a Mistral model: its marks are special tokens, and
+its prompt ends with the mark of reasoning. Whatever such a model writes, a grammar makes it calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from anthropic import Anthropic
+from byte_tokenizer import NUM_BYTE_TOKENS, save_byte_tokenizer
+from fastserve_backend.config import EngineConfig
+from openai import OpenAI
+from pydantic import BaseModel
+from running_gateway import COMMAND, RunningGateway, running_gateway
+from running_server import running_server
+from tiny_model import TINY_OPT, engine_options
+
+SPECIALS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+TOOL_CALLS, _, _, END_OF_THOUGHT = range(NUM_BYTE_TOKENS, NUM_BYTE_TOKENS + len(SPECIALS))
+TEMPLATE = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}{{ '\\n' + message.role + ': ' + message.content }}
+{%- for call in message.tool_calls or () %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}
+{%- if call.id | length != 9 %}{{ raise_exception('ids of calls have 9 letters') }}{% endif %}
+{%- endfor %}{% endfor %}
+{%- if add_generation_prompt and thinking is not false %}{{ '\\n[THINK]' }}{% endif %}"""
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "get_weather", "parameters": SCHEMA}
+TIME = {"name": "get_time"}
+ASKED = [{"role": "user", "content": "How is the weather in Rome?"}]
+# Without reasoning, and with calls as soon as the grammar allows them.
+CALLS: dict[str, Any] = {
+    "logit_bias": {str(TOOL_CALLS): 50.0},
+    "extra_body": {"chat_template_kwargs": {"thinking": False}},
+}
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    model = save_byte_tokenizer(tmp_path_factory.mktemp("model"), SPECIALS)
+    config = {**TINY_OPT, "vocab_size": NUM_BYTE_TOKENS + len(SPECIALS)}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    template = json.dumps({"chat_template": TEMPLATE})
+    (model / "tokenizer_config.json").write_text(template, encoding="utf-8")
+    settings = EngineConfig().with_keys(**engine_options(model))
+    logs = tmp_path_factory.mktemp("logs")
+    with (
+        running_server(settings, logs / "server.log") as server,
+        running_gateway(f"grpc://{server.endpoints.grpc_url}", logs / "gateway.log") as running,
+    ):
+        yield running
+
+
+def tool(function: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {**function, **more}}
+
+
+def ask(client: OpenAI, **fields: Any) -> Any:
+    body: dict[str, Any] = {"model": "fastserve", "messages": ASKED, "max_tokens": 300, "seed": 3}
+    return client.chat.completions.create(**{**body, **fields})
+
+
+def forced(client: OpenAI, **fields: Any) -> Any:
+    """A request for a call that comes after some reasoning."""
+    ending = {str(END_OF_THOUGHT): 3.0}
+    body = {"tools": [tool(WEATHER)], "tool_choice": "required", "logit_bias": ending}
+    return ask(client, **{**body, **fields})
+
+
+def check_call(call: Any) -> None:
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_a_forced_call_comes_after_the_reasoning(client: OpenAI) -> None:
+    answer = forced(client, parallel_tool_calls=False)
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    check_call(call)
+    assert re.fullmatch("[a-zA-Z0-9]{9}", call.id)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.reasoning_content
+    details = answer.usage.completion_tokens_details
+    assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
+    history = [*ASKED, choice.message.to_dict(),
+               {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]  # fmt: skip
+    assert forced(client, messages=history).usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+def test_a_stream_has_the_same_parts(client: OpenAI) -> None:
+    whole = forced(client, n=2)
+    events = list(forced(client, n=2, stream=True, stream_options={"include_usage": True}))
+    assert events[-1].usage.completion_tokens_details == whole.usage.completion_tokens_details
+    for choice in whole.choices:
+        mine = [one.choices[0] for one in events[:-1] if one.choices[0].index == choice.index]
+        assert [one.delta.role for one in mine] == ["assistant", *[None] * (len(mine) - 1)]
+        assert mine[-1].finish_reason == choice.finish_reason == "tool_calls"
+        reasoning = "".join(getattr(one.delta, "reasoning_content", None) or "" for one in mine)
+        assert reasoning == choice.message.reasoning_content
+        assert not any(one.delta.content for one in mine)
+        deltas = [call for one in mine for call in one.delta.tool_calls or ()]
+        for index, call in enumerate(choice.message.tool_calls):
+            first, *others = (one for one in deltas if one.index == index)
+            assert (first.function.name, first.type) == ("get_weather", "function")
+            assert first.id
+            assert {(one.id, one.function.name) for one in others} == {(None, None)}
+            arguments = "".join(one.function.arguments for one in (first, *others))
+            assert arguments == call.function.arguments
+            check_call(call)
+
+
+def test_helpers_of_the_client(client: OpenAI) -> None:
+    class Arguments(BaseModel):
+        city: str
+        days: int
+
+    weather = openai.pydantic_function_tool(Arguments, name="get_weather")
+    weather["function"]["parameters"] = SCHEMA
+    fields: dict[str, Any] = {
+        "model": "fastserve", "messages": ASKED, "max_tokens": 300, "tools": [weather],
+        "tool_choice": "required", "parallel_tool_calls": False, **CALLS,
+    }  # fmt: skip
+    with client.chat.completions.stream(**fields) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    for answer in (streamed, client.chat.completions.parse(**fields)):
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.function.parsed_arguments.city in ("Paris", "Rome")
+
+
+def test_a_named_tool_is_called_once(client: OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "get_time"}}
+    tools = [tool(WEATHER), tool(TIME)]
+    message = ask(client, tools=tools, tool_choice=choice, **CALLS).choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_time", {})
+
+
+def test_strict_calls_follow_their_schema_where_the_model_may_call(client: OpenAI) -> None:
+    message = ask(client, tools=[tool(WEATHER, strict=True)], **CALLS).choices[0].message
+    check_call(message.tool_calls[0])
+    free = ask(client, tools=[tool(WEATHER)], max_tokens=9, **CALLS).choices[0]
+    assert free.message.tool_calls is None
+    assert free.message.content == "[TOOL_CALLS]" * 9
+    assert free.finish_reason == "length"
+
+
+def test_without_a_choice_of_tools_they_are_not_in_the_prompt(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"max_tokens": 4, **CALLS}
+    plain = ask(client, **fields)
+    none = ask(client, tools=[tool(WEATHER)], tool_choice="none", **fields)
+    auto = ask(client, tools=[tool(WEATHER)], **fields)
+    assert plain.usage.prompt_tokens == none.usage.prompt_tokens < auto.usage.prompt_tokens
+    assert none.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_what_is_cut_off(client: OpenAI) -> None:
+    (choice,) = forced(client, max_tokens=16, **CALLS).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "length"
+    assert call.function.arguments.startswith("{")
+    thoughts = ask(client, max_tokens=8, logit_bias={str(END_OF_THOUGHT): -100}).choices[0]
+    assert thoughts.message.content == ""
+    assert thoughts.message.reasoning_content
+
+
+def test_json_comes_after_the_reasoning(client: OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    message = forced(client, tools=[], tool_choice=None, response_format=form).choices[0].message
+    jsonschema.validate(json.loads(message.content), SCHEMA)
+    assert message.reasoning_content
+    either = (
+        forced(client, tools=[tool(WEATHER, strict=True)], tool_choice="auto", response_format=form)
+        .choices[0]
+        .message
+    )
+    for text in (either.content, *(call.function.arguments for call in either.tool_calls or ())):
+        if text:
+            jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_logprobs_are_those_of_all_tokens(client: OpenAI) -> None:
+    answer = forced(client, logprobs=True)
+    tokens = answer.choices[0].logprobs.content
+    assert len(tokens) == answer.usage.completion_tokens
+    assert "[TOOL_CALLS]" in [one.token for one in tokens]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [tool({"name": "no spaces"})]}, "tools.0.function.name"),
+        ({"tools": [tool(TIME), tool(TIME)]}, "tools.1.function.name"),
+        ({"tools": [tool(TIME, parameters={"type": "strin"})]}, "tools.0.function.parameters"),
+        ({"tools": [tool(TIME, parameters={"properties": {"a": {"type": "x"}}})]},
+         "tools.0.function.parameters"),
+        ({"tools": [tool(TIME, parameters=[])]}, "tools.0.function.parameters"),
+        ({"tools": [tool({"name": f"f{n}"}) for n in range(129)]}, "tools"),
+        ({"tools": [tool(TIME, description="a" * 300_000)]}, "tools"),
+        ({"tools": [tool(TIME, parameters={"properties": {"a": {"pattern": "("}}}, strict=True)]},
+         "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool(TIME)], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool(TIME)], "tool_choice": tool({"name": "other"})},
+         "tool_choice.function.name"),
+        ({"tools": [tool(TIME)], "extra_body": {"structured_output": {"regex": "a"}}},
+         "structured_output"),
+        ({"function_call": "auto"}, "function_call"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **fields)
+    assert refused.value.param == param
+
+
+def test_unknown_fields_of_tools_are_named(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="fastserve",
+        messages=ASKED,  # type: ignore[arg-type]
+        tools=[{**tool(TIME, returns="text"), "cache": True}],  # type: ignore[list-item]
+        max_tokens=1,
+    )
+    ignored = "tools.0.cache, tools.0.function.returns"
+    assert raw.headers["FastServe-Ignored-Fields"] == ignored
+
+
+def test_an_unknown_format_keeps_the_gateway_from_starting() -> None:
+    command = [*COMMAND, "--port", "0", "--tool-format", "other"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "tool_format: got 'other'; must be one of auto, none, harmony" in done.stderr
+
+
+def test_the_example_of_the_documentation(gateway: RunningGateway) -> None:
+    text = (DOCS / "tools.md").read_text(encoding="utf-8")
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        here = code.replace("http://127.0.0.1:9000", gateway.url)
+        done = subprocess.run(
+            [sys.executable, "-c", here], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert "get_weather" in done.stdout
+
+
+def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGateway) -> None:
+    ending = {"logit_bias": {str(END_OF_THOUGHT): 3.0}, "seed": 3}
+    response = client.responses.create(
+        model="fastserve",
+        input=ASKED[0]["content"],
+        tools=[{"type": "function", **WEATHER}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+        extra_body=ending,
+    )
+    reasoning, call = response.output
+    assert (reasoning.type, call.type) == ("reasoning", "function_call")
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    num_thought = response.usage.output_tokens_details.reasoning_tokens
+    assert num_thought > 0
+    with (
+        Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as other,
+        other.messages.stream(
+            model="fastserve",
+            messages=ASKED,
+            tools=[{"name": WEATHER["name"], "input_schema": SCHEMA}],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_tokens=300,
+            extra_body=ending,
+        ) as stream,
+    ):
+        message = stream.get_final_message()
+    thinking, use = message.content
+    assert thinking.thinking == reasoning.content[0].text
+    assert use.input == json.loads(call.arguments)
+    assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens_details.thinking_tokens == num_thought

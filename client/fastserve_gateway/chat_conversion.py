@@ -108,6 +108,17 @@ def join_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return [{"role": "system", "content": PARAGRAPH.join(system)}, *rest] if system else rest
 
 
+def named_tool(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``tool_choice`` for a choice with the tool's ``name``.
+
+    Raises ApiError: the name is no text (400). A chat completion's error would show its own form.
+    """
+    name = choice.get("name")
+    if not isinstance(name, str):
+        raise invalid("tool_choice.name", "must be text")
+    return {"type": "function", "function": {"name": name}}
+
+
 def got_type(item: Any) -> str:
     """Which kind of item or part it is, for a message; what it has may be a prompt."""
     kind = item.get("type") if isinstance(item, dict) else None

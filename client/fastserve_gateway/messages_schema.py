@@ -15,6 +15,7 @@ from fastserve_gateway.chat_conversion import (
     chat_request,
     got_type,
     join_system,
+    named_tool,
     thinking_variables,
     with_variables,
 )
@@ -172,7 +173,7 @@ def _chat_tool_choice(choice: Mapping[str, Any] | None) -> Any:
     if choice is None:
         return None
     if choice.get("type") == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return named_tool(choice)
     kind = choice.get("type")
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise invalid("tool_choice", f"{got_type(choice)}; must be auto, any, tool or none")
@@ -180,7 +181,10 @@ def _chat_tool_choice(choice: Mapping[str, Any] | None) -> Any:
 
 
 def _forbids_several_calls(choice: Mapping[str, Any] | None) -> bool:
-    return choice is not None and choice.get("disable_parallel_tool_use") is True
+    value = None if choice is None else choice.get("disable_parallel_tool_use")
+    if value is not None and not isinstance(value, bool):
+        raise invalid("tool_choice.disable_parallel_tool_use", "must be true or false")
+    return value is True
 
 
 def _response_format(wanted: Mapping[str, Any] | None) -> dict[str, Any] | None:

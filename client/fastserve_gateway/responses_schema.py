@@ -15,6 +15,7 @@ from fastserve_gateway.chat_conversion import (
     chat_request,
     got_type,
     join_system,
+    named_tool,
     thinking_variables,
     with_variables,
 )
@@ -165,7 +166,7 @@ def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
         return choice
     if choice.get("type") != "function":
         raise invalid("tool_choice", f"{got_type(choice)}; not supported; must be 'function'")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    return named_tool(choice)
 
 
 def _response_format(wanted: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -157,6 +158,14 @@ def test_reasoning_is_a_matter_of_the_template() -> None:
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools.0.parameters: "),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice: got type 'mcp'"),
         ({"tool_choice": "required"}, "tool_choice: only allowed with tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name: must be text"),
+        # What comes back in the response must be JSON.
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {"default": inf}}]},
+            "tools: all numbers must be finite",
+        ),
+        ({"tool_choice": {"type": "function", "name": "f", "x": nan}}, "tool_choice: all numbers"),
+        ({"text": {"format": {"type": "text", "x": nan}}}, "text: all numbers"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type: "),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: "),
         ({"max_output_tokens": "5"}, "max_output_tokens: "),
@@ -301,6 +310,11 @@ def test_fields_of_messages() -> None:
         ({"tools": [{"name": "f", "input_schema": {"type": "list"}}]}, "tools.0.input_schema: "),
         ({"tool_choice": {"type": "all"}}, "tool_choice: got type 'all'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: only allowed with tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name: must be text"),
+        (
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": "yes"}},
+            "tool_choice.disable_parallel_tool_use: must be true or false",
+        ),
         ({"thinking": {"type": "always"}}, "thinking.type: "),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: "),

@@ -44,10 +44,10 @@ class Block:
         return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any] | None:
-        """The arguments of a call; ``None``: the answer is cut off in them."""
+        """The arguments of a call; ``None``: they are cut off, or too deep for Python."""
         try:
             value = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
 

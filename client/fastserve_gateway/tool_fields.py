@@ -102,7 +102,7 @@ def unknown_tool_fields(tools: list[FunctionTool]) -> list[str]:
 
 def check_tools(tools: list[FunctionTool], choice: str | dict[str, Any] | None) -> None:
     """Raises ValueError, with the field's name before a colon."""
-    num_bytes = sum(len(tool.model_dump_json()) for tool in tools)
+    num_bytes = sum(len(tool.model_dump_json().encode()) for tool in tools)
     if num_bytes > MAX_TOOLS_BYTES:
         raise ValueError(f"tools: got {num_bytes} bytes; at most {MAX_TOOLS_BYTES} are allowed")
     names: set[str] = set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic.types
 import openai.types.responses
+import pytest
 from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
 from fastserve_client.errors import ServerOverloaded
 from fastserve_client.options import ServiceOptions
@@ -300,6 +301,18 @@ def test_a_message_that_is_cut_off_in_a_call() -> None:
     answer = whole(messages_answer(max_tokens=3), ["text", "call"], "length")
     assert [block["type"] for block in answer["content"]] == ["text"]
     assert answer["stop_reason"] == "max_tokens"
+
+
+def test_a_call_with_arguments_that_are_too_deep_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deep = '{"city": ' + "[" * 100_000
+    monkeypatch.setitem(PARTS, "deep", [CallStart(0, "call_1", "weather"), CallArguments(0, deep)])
+    answer = whole(messages_answer(), ["text", "deep"], "length")
+    assert [block["type"] for block in answer["content"]] == ["text"]
+    stored, keep = keeper()
+    whole(responses_answer(keep), ["text", "deep"], "length")
+    assert stored[0][1] == {"role": "assistant", "content": "Let me "}
 
 
 def test_max_tokens_may_be_more_than_the_prompt_leaves() -> None:

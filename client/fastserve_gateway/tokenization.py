@@ -8,9 +8,9 @@ from fastserve_client import protocol
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.options import ChatTemplateOptions, Message
 from fastserve_client.results import Tokenization
-from pydantic import PlainValidator, PrivateAttr, ValidationError, model_validator
+from pydantic import PlainValidator, PrivateAttr, model_validator
 
-from fastserve_gateway.errors import from_validation
+from fastserve_gateway.chat_conversion import FieldNames, chat_request
 from fastserve_gateway.model_formats import DescribedFormats, ModelFormats
 from fastserve_gateway.schemas import ChatRequest
 from fastserve_gateway.strict_fields import Body
@@ -55,10 +55,7 @@ class TokenizeRequest(TaskBody):
             raise ValueError("prompt: exactly one of prompt and messages is required")
         if self.messages is not None:
             fields = {name: getattr(self, name) for name in _CHAT_FIELDS}
-            try:
-                self._chat = ChatRequest.model_validate({"model": self.model or "", **fields})
-            except ValidationError as error:
-                raise from_validation(error) from None
+            self._chat = chat_request({"model": self.model or "", **fields}, FieldNames(()))
         return self
 
     @property

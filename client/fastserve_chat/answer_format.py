@@ -24,6 +24,8 @@ from fastserve_chat.tool_formats import ToolFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
+    """The form of the answers to one request, for a model that writes calls in ``tool_format``."""
+
     tool_format: ToolFormat
     tools: tuple[Tool, ...] = ()
     """Those that the answer may call."""

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 from fastserve_client import protocol
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.options import ChatTemplateOptions, Message
 from fastserve_client.results import Tokenization
-from pydantic import PlainValidator, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from fastserve_gateway.chat_conversion import FieldNames, chat_request
+from fastserve_gateway.list_fields import TokensField
 from fastserve_gateway.model_formats import DescribedFormats, ModelFormats
 from fastserve_gateway.schemas import ChatRequest
 from fastserve_gateway.strict_fields import Body
 
 _CHAT_FIELDS = ("messages", *protocol.CHAT_OPTIONS)
-
-
-def _check_tokens(value: Any) -> Any:
-    # There may be millions, so no Python runs for each. A bool is an int to Python, but no token.
-    if isinstance(value, list) and set(map(type, value)) == {int}:
-        return value
-    raise ValueError("must be a list of at least one token id")
 
 
 class TaskBody(Body):
@@ -74,7 +68,7 @@ class TokenizeRequest(TaskBody):
 class DetokenizeRequest(TaskBody):
     """Body of ``POST /detokenize``."""
 
-    tokens: Annotated[list[int], PlainValidator(_check_tokens)]
+    tokens: TokensField
 
     def field_names(self) -> dict[str, str]:
         return {protocol.INPUT_IDS: "tokens"}

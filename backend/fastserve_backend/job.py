@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.logprobs import PromptLogprobs, TokenLogprob
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.token_rules import TokenRules
 
@@ -49,16 +50,6 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability (natural, of the model's unmodified distribution) of one generated token."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    """The most likely (token id, log-probability) pairs, best first, as many as requested."""
-
-
-@dataclass(frozen=True, slots=True)
 class JobStats:
     """Statistics of a finished job, for ``return_perf_metrics``. Times are seconds of the engine's
     clock."""
@@ -94,6 +85,8 @@ class JobOutput:
     accepted."""
     stats: JobStats | None = None
     """Set with ``finish_reason``."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Set on the output of the first token, if the job asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +160,8 @@ class Job:
     ``params.structured_output`` it is None until it has been computed."""
     refusal: InvalidRequestError | None = None
     """See ``JobOutput``."""
+    prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
+    """None: the job did not ask for them."""
     num_pending: int = 0
     """Output tokens that unfinished steps will give it, at most one a step. They come after
     ``output_ids``."""
@@ -194,6 +189,10 @@ class Job:
     """Seconds in which it could have run, but waited for a copy of KV."""
     cumulative_logprob: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobs(self.prompt_ids, self.params.prompt_logprobs)
+
     @property
     def num_outputs(self) -> int:
         """Output tokens, including pending ones."""
@@ -220,6 +219,11 @@ class Job:
     def effective_priority(self) -> float:
         """Its priority; lower than all priorities while it outranks all."""
         return -math.inf if self.outranks_all else self.service.priority
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether it has to compute its prompt itself, even if others have its KV."""
+        return self.prompt_logprobs is not None and not self.prompt_logprobs.are_sent
 
     @property
     def waits_for_mask(self) -> bool:
@@ -265,6 +269,8 @@ class Job:
         self.num_computed = self.num_ready + num_tokens
         self.num_shared = 0
         self.num_pending += gets_token
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.on_sent(self.num_computed)
 
     def on_token(self, token_id: int, logprob: float, now: float) -> None:
         """The oldest pending token is known."""
@@ -279,6 +285,8 @@ class Job:
         """Its KV is gone with the ranks, and so are its pending tokens."""
         self.num_computed = self.num_shared = self.num_pending = 0
         self.place = Place.NOWHERE
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.on_ranks_lost()
         if self.state is JobState.RUNNING:
             self.state = JobState.PREEMPTED
 

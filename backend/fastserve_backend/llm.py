@@ -23,9 +23,9 @@ from fastserve_backend.job import (
     JobOutput,
     JobStats,
     ServiceLevel,
-    TokenLogprob,
 )
 from fastserve_backend.length_prediction.prompt_text import last_user_words
+from fastserve_backend.logprobs import TokenLogprob
 from fastserve_backend.sampling_params import SamplingParams
 
 # While prompts wait to be accepted, the engine is asked again this often.
@@ -44,6 +44,9 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """With the parameter ``prompt_logprobs``, one for each token of the prompt; None for the
+    first."""
     finish_reason: FinishReason | None = None
     stats: JobStats | None = None
 
@@ -264,6 +267,8 @@ def _add(completion: Completion, output: JobOutput) -> bool:
     completion.text += output.text
     completion.token_ids.extend(output.token_ids)
     completion.logprobs.extend(output.logprobs)
+    if output.prompt_logprobs is not None:
+        completion.prompt_logprobs.extend(output.prompt_logprobs)
     if output.refusal is not None:
         raise output.refusal
     if output.finish_reason is FinishReason.ERROR:

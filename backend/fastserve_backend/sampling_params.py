@@ -87,6 +87,9 @@ class SamplingParams:
     that ends the answer has none even so."""
     logprobs: int | None = None
     """n ≥ 0: log-probabilities of each token and of the n most likely ones. None: of no token."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The job computes its whole prompt then,
+    whatever is in the prefix cache."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens, by id, before all else; from -100 to 100."""
     allowed_token_ids: Collection[int] | None = None
@@ -119,6 +122,8 @@ class SamplingParams:
             raise InvalidRequestError("skip_special_tokens", self.skip_special_tokens, allowed)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._check_stop_conditions()
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         Chunk,
         Completion,
         PerfMetrics,
+        PromptToken,
         Tokenization,
         TokenLogprob,
     )
@@ -67,6 +68,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "TokenLogprob",
+    "PromptToken",
     "PerfMetrics",
     "DEFAULT_URL",
     "DEFAULT_HTTP_URL",
@@ -102,6 +104,7 @@ _MODULES = {
     "Chunk": "results",
     "Completion": "results",
     "TokenLogprob": "results",
+    "PromptToken": "results",
     "Tokenization": "results",
     "PerfMetrics": "results",
 }

@@ -66,7 +66,7 @@ def chat_in_terminal(
         template = None
         if demo_tools:
             try:
-                template = client.describe().chat_template or ""
+                template = client.describe().template_with_tools
             except ClientError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return ExitCode.FAILED

@@ -19,3 +19,8 @@ class ModelDescription:
     """The Jinja source; None: the model takes no conversations."""
     tool_template: str | None = None
     """The source that is used in its place for requests with tools; None: it is the same."""
+
+    @property
+    def template_with_tools(self) -> str:
+        """The source for requests with tools; empty if the model takes no conversations."""
+        return self.tool_template or self.chat_template or ""

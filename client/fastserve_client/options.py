@@ -62,6 +62,11 @@ class SamplingOptions(TypedDict, total=False):
     (True), ``regex`` (text), ``choice`` (texts) and ``grammar`` (text, llguidance's Lark)."""
     logprobs: int | None
     """Also return the log-probability of each token, and this many of the most likely ones."""
+    prompt_logprobs: int | None
+    """The same for each token of the prompt but the first. The server computes the whole prompt
+    then, even if it has computed the same prompt before."""
+    return_prompt_tokens: bool | None
+    """Also return the tokens of the prompt."""
 
 
 class ServiceOptions(TypedDict, total=False):

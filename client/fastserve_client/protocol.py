@@ -85,6 +85,7 @@ RETURN_NUM_OUTPUT_TOKENS: Final = "return_num_output_tokens"
 RETURN_CUMULATIVE_LOGPROB: Final = "return_cumulative_logprob"
 RETURN_LOGPROBS: Final = "return_logprobs"
 RETURN_PROMPT_LOGPROBS: Final = "return_prompt_logprobs"
+RETURN_PROMPT_TOKENS: Final = "return_prompt_tokens"
 RETURN_PERF_METRICS: Final = "return_perf_metrics"
 
 STOP: Final = "stop"
@@ -178,6 +179,8 @@ INPUTS: Final = (
     TensorSpec(RETURN_NUM_OUTPUT_TOKENS, "BOOL"),
     TensorSpec(RETURN_CUMULATIVE_LOGPROB, "BOOL"),
     TensorSpec(RETURN_LOGPROBS, "BOOL"),
+    TensorSpec(RETURN_PROMPT_LOGPROBS, "BOOL"),
+    TensorSpec(RETURN_PROMPT_TOKENS, "BOOL"),
     TensorSpec(RETURN_PERF_METRICS, "BOOL"),
 )
 
@@ -199,6 +202,13 @@ CUMULATIVE_LOGPROB: Final = "cumulative_logprob"
 LOGPROBS_OUTPUT: Final = "logprobs"
 """JSON list with an object for each token of ``OUTPUT_IDS``: ``token_id``, ``token`` (its text),
 ``logprob``, and ``top`` (a list of such objects, most likely first) if the request asked for it."""
+PROMPT_LOGPROBS_OUTPUT: Final = "prompt_logprobs"
+"""JSON list with an entry for each token of the prompt, in the first response only: null for the
+first token, else an object as in ``LOGPROBS_OUTPUT``, with ``rank`` (1 if no token is likelier)."""
+PROMPT_TOKENS: Final = "prompt_tokens"
+"""JSON list with an object for each token of the prompt, in the first response only: ``token_id``
+and ``token`` as in ``LOGPROBS_OUTPUT``, and for a special token ``special``, how a prompt spells
+it."""
 ARRIVAL_TIME_NS: Final = "arrival_time_ns"
 FIRST_SCHEDULED_TIME_NS: Final = "first_scheduled_time_ns"
 FIRST_TOKEN_TIME_NS: Final = "first_token_time_ns"
@@ -232,6 +242,8 @@ OUTPUTS: Final = (
     TensorSpec(NUM_OUTPUT_TOKENS, "UINT32"),
     TensorSpec(CUMULATIVE_LOGPROB, "FP32"),
     TensorSpec(LOGPROBS_OUTPUT, "BYTES"),
+    TensorSpec(PROMPT_LOGPROBS_OUTPUT, "BYTES"),
+    TensorSpec(PROMPT_TOKENS, "BYTES"),
     *PERF_OUTPUTS,
     TensorSpec(ENGINE_STATE, "BYTES"),
     TensorSpec(TASK_RESULT, "BYTES"),
@@ -245,6 +257,7 @@ PARAMETER_KEYS: Final = (
     ),
     STOP,
     LOGPROBS,
+    PROMPT_LOGPROBS,
     CLIP_MAX_TOKENS,
     STOP_TOKEN_IDS,
     LOGIT_BIAS,

@@ -50,6 +50,8 @@ def build_request(
     if options.get(protocol.LOGPROBS) is not None:
         flags[protocol.RETURN_LOGPROBS] = True
         flags[protocol.RETURN_CUMULATIVE_LOGPROB] = True
+    if options.get(protocol.PROMPT_LOGPROBS) is not None:
+        flags[protocol.RETURN_PROMPT_LOGPROBS] = True
     if perf_metrics:
         flags[protocol.RETURN_PERF_METRICS] = True
     name, value = _prompt_input(prompt)

@@ -9,7 +9,13 @@ from typing import Any
 from fastserve_client import protocol
 from fastserve_client.errors import ServerError
 from fastserve_client.model_description import ModelDescription
-from fastserve_client.results import Chunk, PerfMetrics, Tokenization, TokenLogprob
+from fastserve_client.results import (
+    Chunk,
+    PerfMetrics,
+    PromptToken,
+    Tokenization,
+    TokenLogprob,
+)
 
 Outputs = Mapping[str, Sequence[Any]]
 """The elements of output tensors, by name."""
@@ -94,16 +100,20 @@ def _task_result(outputs: Outputs) -> Any:
 
 def _chunk(outputs: Outputs) -> Chunk:
     token_ids = tuple(outputs[protocol.OUTPUT_IDS])
-    logprobs = outputs.get(protocol.LOGPROBS_OUTPUT)
     return Chunk(
         text="".join(outputs[protocol.TEXT_OUTPUT]),
         token_ids=token_ids,
         finish_reason=_first(outputs, protocol.FINISH_REASON),
         num_input_tokens=_first(outputs, protocol.NUM_INPUT_TOKENS),
-        logprobs=_parse_logprobs(logprobs[0]) if logprobs else (),
+        logprobs=tuple(map(_token_logprob, _json_list(outputs, protocol.LOGPROBS_OUTPUT))),
         cumulative_logprob=_first(outputs, protocol.CUMULATIVE_LOGPROB),
         perf=_parse_perf(outputs),
         num_cached_tokens=_first(outputs, protocol.NUM_CACHED_TOKENS),
+        prompt_logprobs=tuple(
+            None if item is None else _token_logprob(item)
+            for item in _json_list(outputs, protocol.PROMPT_LOGPROBS_OUTPUT)
+        ),
+        prompt_tokens=tuple(map(_prompt_token, _json_list(outputs, protocol.PROMPT_TOKENS))),
     )
 
 
@@ -121,8 +131,10 @@ def _first(outputs: Outputs, name: str) -> Any:
     return output[0] if output else None
 
 
-def _parse_logprobs(text: str) -> tuple[TokenLogprob, ...]:
-    return tuple(_token_logprob(item) for item in json.loads(text)) if text else ()
+def _json_list(outputs: Outputs, name: str) -> list[Any]:
+    """The list in an output of JSON; empty if the output is absent or empty."""
+    text = _first(outputs, name)
+    return json.loads(text) if text else []
 
 
 def _token_logprob(item: Mapping[str, Any]) -> TokenLogprob:
@@ -131,8 +143,17 @@ def _token_logprob(item: Mapping[str, Any]) -> TokenLogprob:
         token=item["token"],
         logprob=item["logprob"],
         top=tuple(_token_logprob(other) for other in item.get("top", ())),
-        part=bytes(item["bytes"]) if "bytes" in item else None,
+        part=_part(item),
+        rank=item.get("rank"),
     )
+
+
+def _prompt_token(item: Mapping[str, Any]) -> PromptToken:
+    return PromptToken(item["token_id"], item["token"], _part(item), item.get("special"))
+
+
+def _part(item: Mapping[str, Any]) -> bytes | None:
+    return bytes(item["bytes"]) if "bytes" in item else None
 
 
 def _parse_perf(outputs: Outputs) -> PerfMetrics | None:

@@ -17,10 +17,30 @@ class TokenLogprob:
     """The most likely tokens at this place, best first, as many as were asked for."""
     part: bytes | None = None
     """The UTF-8 bytes of a token that is a part of a character; ``token`` then shows U+FFFD."""
+    rank: int | None = None
+    """1 if no token is likelier, and so on; only for tokens of the prompt."""
 
     @property
     def utf8(self) -> bytes:
         """The bytes that it adds to the text."""
+        return self.token.encode() if self.part is None else self.part
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of the prompt."""
+
+    token_id: int
+    token: str
+    """Its text; empty for a special token."""
+    part: bytes | None = None
+    """As in ``TokenLogprob``."""
+    special: str | None = None
+    """How a prompt spells a special token; ``None`` for other tokens."""
+
+    @property
+    def utf8(self) -> bytes:
+        """The bytes of its text."""
         return self.token.encode() if self.part is None else self.part
 
 
@@ -63,6 +83,11 @@ class Chunk:
     num_cached_tokens: int | None = field(default=None, compare=False)
     """Tokens of the prompt that other requests had computed; on the last chunk. Comparing chunks
     ignores it."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """On the first chunk, if the request asked for them: one entry for each token of the prompt;
+    ``None`` for the first, which nothing comes before."""
+    prompt_tokens: tuple[PromptToken, ...] = ()
+    """On the first chunk, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +120,9 @@ class Completion:
     perf: PerfMetrics | None
     num_cached_tokens: int | None = field(compare=False)
     """Comparing completions ignores it."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """As in ``Chunk``."""
+    prompt_tokens: tuple[PromptToken, ...] = ()
 
     @property
     def num_output_tokens(self) -> int:
@@ -106,8 +134,10 @@ class Completion:
         texts: list[str] = []
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
+        first: Chunk | None = None
         last = Chunk(text="", token_ids=())
         for chunk in chunks:
+            first = first or chunk
             texts.append(chunk.text)
             token_ids.extend(chunk.token_ids)
             logprobs.extend(chunk.logprobs)
@@ -121,4 +151,6 @@ class Completion:
             cumulative_logprob=last.cumulative_logprob,
             perf=last.perf,
             num_cached_tokens=last.num_cached_tokens,
+            prompt_logprobs=first.prompt_logprobs if first else (),
+            prompt_tokens=first.prompt_tokens if first else (),
         )

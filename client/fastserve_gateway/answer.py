@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastserve_client import protocol
 from fastserve_client.options import Prompt, RequestOptions, ServiceOptions
@@ -25,6 +25,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # Unicode, such as httpx2's aiter_lines, would cut an event in two.
 _LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DONE = b"data: [DONE]\n\n"
+PartT = TypeVar("PartT", Chunk, Completion)
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
@@ -154,6 +155,10 @@ class ChoicesAnswer(Answer):
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """One choice of a stream's event; ``None``: the chunk has no news."""
 
+    def answered(self, part: PartT) -> PartT:
+        """What the client gets of a job's result."""
+        return part
+
     def field_names(self) -> Mapping[str, str]:
         return self._fields
 
@@ -188,7 +193,7 @@ class ChoicesAnswer(Answer):
     def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
         usage = Usage(self._request.num_choices)
         choices = []
-        for index, completion in enumerate(completions):
+        for index, completion in enumerate(map(self.answered, completions)):
             usage.add(index, completion)
             choices.append(self.choice(index, completion))
         usage.reasoning_tokens = self.reasoning_tokens()
@@ -201,8 +206,9 @@ class ChoicesAnswer(Answer):
         include_usage = self._request.include_usage
         async with aclosing(chunks):
             async for index, chunk in chunks:
-                usage.add(index, chunk)
-                choice = self.delta(index, chunk)
+                part = self.answered(chunk)
+                usage.add(index, part)
+                choice = self.delta(index, part)
                 if choice is not None:
                     frame = self._frame(self.chunk_object, [choice])
                     yield event({**frame, "usage": None} if include_usage else frame)

@@ -13,6 +13,7 @@ from fastserve_client.results import Chunk, Completion, TokenLogprob
 from fastserve_gateway.answer import ChoicesAnswer
 from fastserve_gateway.choice_parts import ChoiceParts
 from fastserve_gateway.model_formats import ModelFormats
+from fastserve_gateway.prompt_answers import vllm_prompt_logprobs
 from fastserve_gateway.schemas import ChatRequest
 
 _ROLE = "assistant"
@@ -61,6 +62,15 @@ class ChatAnswer(ChoicesAnswer):
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": _ROLE, **_message(self._parts[index].whole(completion))}
         return self._choice(index, "message", message, completion)
+
+    def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
+        completions = list(completions)
+        answer = super().whole(completions)
+        num_top = self._request.prompt_logprobs
+        if num_top is not None:
+            entries = completions[0].prompt_logprobs
+            answer["prompt_logprobs"] = vllm_prompt_logprobs(entries, num_top)
+        return answer
 
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         delta = _delta(self._parts[index].read(chunk))

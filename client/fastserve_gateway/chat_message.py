@@ -32,6 +32,7 @@ class ChatMessage(TypedDict):
     role: str
     content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
     """Text, or parts of type text."""
+    name: NotRequired[str | None]
     tool_calls: NotRequired[list[dict[str, Any]] | None]
     tool_call_id: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
@@ -39,7 +40,7 @@ class ChatMessage(TypedDict):
 
 def for_template(message: ChatMessage) -> Message:
     kept: dict[str, Any] = {"role": message["role"], "content": joined_text(message["content"])}
-    for name in ("tool_calls", "tool_call_id", "reasoning_content"):
-        if message.get(name):
-            kept[name] = message[name]
+    for key in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        if message.get(key):
+            kept[key] = message[key]
     return kept

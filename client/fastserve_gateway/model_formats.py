@@ -198,7 +198,6 @@ class DescribedFormats:
         """Raises ClientError: the server does not answer."""
         if self._formats is None or time.monotonic() - self._asked_s > _KEPT_S:
             model = await self.client.describe()
-            template = model.tool_template or model.chat_template or ""
-            self._formats = ModelFormats.of(template, self.names)
+            self._formats = ModelFormats.of(model.template_with_tools, self.names)
             self._asked_s = time.monotonic()
         return self._formats

@@ -28,6 +28,8 @@ MAX_LOGIT_BIASES = 300
 """The limit of OpenAI and of the server."""
 MAX_TENANT_CHARS = 128
 """The server's limit. Names become labels of metrics before the server sees them."""
+MAX_LOGPROBS = 20
+"""The server's limit."""
 MAX_SESSION_ID_CHARS = 128
 """The server's limit."""
 MAX_STOP_WORDS = 16
@@ -252,6 +254,7 @@ class _GenerationRequest(RequestBody):
     allowed_token_ids: Annotated[list[int] | None, PlainValidator(_check_allowed)] = None
     bad_words: Annotated[list[str] | None, PlainValidator(_check_bad_words)] = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     structured_output: dict[str, Any] | None = None
 
@@ -266,6 +269,12 @@ class _GenerationRequest(RequestBody):
     def _check_stream_options(self) -> _GenerationRequest:
         if self.include_usage and not self.stream:
             raise ValueError("stream_options: only allowed with stream")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> _GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not allowed with stream, as in vLLM")
         return self
 
     @model_validator(mode="after")
@@ -317,6 +326,7 @@ class _GenerationRequest(RequestBody):
             add_special_tokens=self.add_special_tokens,
             skip_special_tokens=self.skip_special_tokens,
             logit_bias=self.logit_bias or None,
+            prompt_logprobs=self.prompt_logprobs,
             allowed_token_ids=self.allowed_token_ids,
             bad_words=self.bad_words or None,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -352,12 +362,6 @@ class CompletionRequest(_GenerationRequest):
     logprobs: Annotated[int | None, BeforeValidator(_without_false)] = None
     echo: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        if self.echo:
-            raise ValueError("echo: not supported; must be false or left out")
-        return self
-
     @property
     def prompts(self) -> Sequence[Prompt]:
         """One or more prompts."""
@@ -371,7 +375,24 @@ class CompletionRequest(_GenerationRequest):
 
     def options(self) -> RequestOptions:
         """All options but the seed. ``max_tokens`` has the server's default, 16, as OpenAI's."""
-        return RequestOptions(**self._common_options(), logprobs=self.logprobs)
+        options = RequestOptions(**self._common_options(), logprobs=self.logprobs)
+        if self.only_echoes:
+            options["max_tokens"] = 1  # it comes with the prompt, and the client does not get it
+        if self.echo and self.logprobs is not None:
+            options["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.echo and (self.logprobs is not None or not self.echoes_texts):
+            options["return_prompt_tokens"] = True
+        return options
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the answer is the prompt and no token more."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def echoes_texts(self) -> bool:
+        """Whether ``echo`` repeats the prompts as they are, and not the text of their tokens."""
+        return isinstance(self.prompts[0], str) and self.truncate_prompt_tokens is None
 
 
 class ChatRequest(_GenerationRequest):

@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastserve_client import Chunk, PerfMetrics, ServerError, TokenLogprob, protocol
+from fastserve_client import (
+    Chunk,
+    Completion,
+    PerfMetrics,
+    PromptToken,
+    ServerError,
+    TokenLogprob,
+    protocol,
+)
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
 from fastserve_client.response import read_chunk
@@ -90,6 +98,27 @@ def test_the_last_chunk_with_everything() -> None:
     assert chunk.cumulative_logprob == -1.5
     assert chunk.logprobs == (TokenLogprob(7, " a", -0.5, (TokenLogprob(7, " a", -0.5),)),)
     assert chunk.perf == PerfMetrics(**perf)
+
+
+def test_a_chunk_with_its_prompt() -> None:
+    part = {"token_id": 8, "token": "\ufffd", "bytes": [0xC3]}
+    entry = part | {"logprob": -0.5, "rank": 2, "top": [part | {"logprob": -0.25}]}
+    chunk = _decode(
+        _response(
+            text_output=[" a"],
+            output_ids=[7],
+            prompt_logprobs=[json.dumps([None, entry])],
+            prompt_tokens=[json.dumps([{"token_id": 2, "token": "", "special": "</s>"}, part])],
+        )
+    )
+    top = TokenLogprob(8, "\ufffd", -0.25, part=b"\xc3")
+    assert chunk.prompt_logprobs == (None, TokenLogprob(8, "\ufffd", -0.5, (top,), b"\xc3", 2))
+    assert chunk.prompt_tokens == (
+        PromptToken(2, "", special="</s>"),
+        PromptToken(8, "\ufffd", b"\xc3"),
+    )
+    whole = Completion.from_chunks([chunk, Chunk("b", (9,))])
+    assert whole.prompt_logprobs == chunk.prompt_logprobs
 
 
 def test_numbers_and_strings_equal_what_tritonclient_reads() -> None:

@@ -64,8 +64,10 @@ def test_perf_metrics_are_asked_for_by_a_flag() -> None:
 
 def test_options_and_flags_are_those_of_the_protocol() -> None:
     assert set(protocol.PARAMETER_KEYS) >= OPTION_NAMES
-    request = build_request("fastserve", "x", {"logprobs": 1}, stream=True, perf_metrics=True)
+    options = {"logprobs": 1, "prompt_logprobs": 0}
+    request = build_request("fastserve", "x", options, stream=True, perf_metrics=True)
     assert _parameters(request).keys() <= set(protocol.PARAMETER_KEYS)
+    assert _parameters(request)["return_prompt_logprobs"] is True
 
 
 def test_an_integer_keeps_all_its_digits() -> None:

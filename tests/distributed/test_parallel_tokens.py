@@ -17,7 +17,13 @@ NUM_TOKENS = 24
 NUM_PROMPTS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
-    max_tokens=20, seed=3, temperature=0.8, top_p=0.95, logprobs=2, ignore_eos=True
+    max_tokens=20,
+    seed=3,
+    temperature=0.8,
+    top_p=0.95,
+    logprobs=2,
+    prompt_logprobs=2,
+    ignore_eos=True,
 )
 # Covers each architecture, each size and each number of stages with few processes, as each has to
 # import torch. tests/models covers all combinations.
@@ -72,11 +78,18 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_one_rank(
     checkpoint, _ = checkpoints["opt"]
     answers = []
     for tensor_size, num_stages in ((1, 1), (2, 2)):
-        with ParallelLLM(checkpoint, tokenizer, tensor_size, num_stages, **formats) as llm:
+        with ParallelLLM(
+            checkpoint, tokenizer, tensor_size, num_stages, prefill_chunk_tokens=20, **formats
+        ) as llm:
             answers.append(llm.generate([[5, 9], [7] * 30], SAMPLED, progress=False))
     for alone, together in zip(*answers, strict=True):
         assert together.token_ids == alone.token_ids
         assert len(alone.logprobs) == SAMPLED.max_tokens
-        for one, other in zip(alone.logprobs, together.logprobs, strict=True):
+        assert len(alone.prompt_logprobs) == len(alone.prompt)
+        entries = [
+            [*one.logprobs, *(entry for entry in one.prompt_logprobs if entry is not None)]
+            for one in (alone, together)
+        ]
+        for one, other in zip(*entries, strict=True):
             assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
             assert [token for token, _ in other.top] == [token for token, _ in one.top]

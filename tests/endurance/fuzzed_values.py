@@ -186,7 +186,7 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     "output_config": _one_of({}, {"format": {"type": "json_schema", "schema": _SCHEMA}}),
     "tokens": _TOKEN_IDS,
     protocol.RETURN_TOKEN_STRS: boolean,
-    "echo": _one_of(False),
+    "echo": boolean,
     "parameters": _parameters,
     protocol.TEXT_INPUT: _PROMPT,
     protocol.INPUT_IDS: _TOKEN_IDS,
@@ -212,6 +212,7 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     protocol.TRUNCATE_PROMPT_TOKENS: either(_one_of(-1), whole_number(1, 300)),
     protocol.SKIP_SPECIAL_TOKENS: boolean,
     protocol.LOGPROBS: either(boolean, whole_number(0, 5)),
+    protocol.PROMPT_LOGPROBS: whole_number(0, 5),
     protocol.STRUCTURED_OUTPUT: _FORMS,
     protocol.TOOLS: _some(_one_of(*_TOOLS)),
     "tool_choice": _one_of(

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import job_steps
+import numpy as np
 import pytest
 import torch
 from emulated_gpu import DEVICE, EmulatedGPU, emulated_gpu
 from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.model_part import ALONE
-from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, PromptRows, Step
+from fastserve_backend.worker import prompt_scores
 from fastserve_backend.worker.host_store import HostStore, PlainStore, StagedInt8Store
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.pipeline import Pipeline
@@ -74,6 +76,46 @@ def test_steps_sent_ahead_with_tokens_chosen_at_random(masked: bool, tmp_path: P
     with emulated_gpu() as gpu:
         found = tokens(DEVICE, partial(launch, gpu))
     assert found == tokens(CPU, ModelRunner.launch)
+
+
+@pytest.mark.parametrize("rows_at_once", [3, 100])
+def test_log_probabilities_of_prompts(
+    rows_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt from its fifth token on, and of a chunk of another."""
+    config = model_config(tmp_path, MODELS["opt"])
+    monkeypatch.setattr(prompt_scores, "MOST_LOGITS", rows_at_once * config.vocab_size)
+    ids = np.arange(10, 40, dtype=np.int32)
+    step = Step.of(
+        0, [(0, ids[:20].tolist(), [4, 7]), (0, ids[20:29].tolist(), [1])], num_partial=1
+    )
+    step.prompt_rows = [
+        PromptRows(job=0, first_row=4, token_ids=ids[5:20].tobytes(), num_top=2),
+        PromptRows(job=1, first_row=20, token_ids=ids[21:30].tobytes(), num_top=0),
+    ]
+
+    def scores(device: torch.device, start: Callable[[ModelRunner, Step], Any]) -> list[Any]:
+        cache = empty_cache(config, job_steps.NUM_BLOCKS).to(device)
+        runner = ModelRunner(load_model(config, device), config, cache, device, LIMITS)
+        result = start(runner, step).answer()
+        runner.close()
+        of_prompts = result.prompt_scores
+        return [
+            np.frombuffer(b"".join(one.logprobs for one in of_prompts), np.float32),
+            np.frombuffer(of_prompts[0].top_logprobs, np.float32).reshape(15, 2),
+            np.frombuffer(of_prompts[0].top_ids, np.int32).reshape(15, 2).tolist(),
+            [len(one.ranks) // 4 for one in of_prompts],
+            of_prompts[1].top_ids,
+            result.token_ids,
+        ]
+
+    with emulated_gpu() as gpu:
+        found = scores(DEVICE, partial(launch, gpu))
+    expected = scores(CPU, ModelRunner.launch)
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert found[2:] == expected[2:]
+    assert found[3:5] == [[15, 9], b""]
 
 
 def test_the_step_that_finds_out_how_much_memory_it_takes(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from collector import DEADLINE_S, Collector
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
-from fastserve_backend.job import FinishReason, JobOutput, TokenLogprob
+from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.logprobs import TokenLogprob
 from live_engine import rank_of, small_engine
 from small_model import VOCAB_SIZE
 from waiting import wait_for

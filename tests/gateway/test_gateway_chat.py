@@ -211,14 +211,14 @@ def test_pairs_of_fields(client: OpenAI) -> None:
 
 def test_fields_of_messages_that_are_ignored_are_named(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        messages=[{"role": "user", "name": "Ada", "content": CAPITAL}],
+        messages=[{"role": "user", "weight": 1, "content": CAPITAL}],
         user="u",
         tools=[],  # an empty list asks for nothing, nor do the next two fields
         response_format={"type": "text"},
         logit_bias={},
         **GREEDY,
     )
-    assert raw.headers["FastServe-Ignored-Fields"] == "user, messages.name"
+    assert raw.headers["FastServe-Ignored-Fields"] == "user, messages.weight"
     assert raw.parse().choices[0].message.content == PARIS
 
 

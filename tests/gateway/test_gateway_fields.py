@@ -404,10 +404,10 @@ def test_messages_that_say_nothing_are_refused(message: dict[str, Any], param: s
 def test_what_parts_say_beside_their_text_is_named() -> None:
     parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "x": None}]
     request = ChatRequest.model_validate(
-        {"model": "m", "messages": [{"role": "user", "content": parts, "name": "n"}]}
+        {"model": "m", "messages": [{"role": "user", "content": parts, "name": "n", "weight": 1}]}
     )
-    assert request.prompts == [[{"role": "user", "content": "a"}]]
-    assert request.unknown_fields() == ["messages.content.cache_control", "messages.name"]
+    assert request.prompts == [[{"role": "user", "content": "a", "name": "n"}]]
+    assert request.unknown_fields() == ["messages.content.cache_control", "messages.weight"]
 
 
 def test_what_forms_become_and_which_of_their_fields_are_not_read() -> None:

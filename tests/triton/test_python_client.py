@@ -69,6 +69,26 @@ def test_logprobs_and_perf_metrics(client: FastServeClient) -> None:
     assert perf.first_scheduled_time_ns < perf.first_token_time_ns < perf.last_token_time_ns
 
 
+def test_log_probabilities_of_the_prompt(client: FastServeClient) -> None:
+    asked = {"max_tokens": 3, "ignore_eos": True, "prompt_logprobs": 1}
+    whole = client.generate("Hé", return_prompt_tokens=True, **asked)
+    assert [token.special for token in whole.prompt_tokens] == ["</s>", None, None, None]
+    assert b"".join(token.utf8 for token in whole.prompt_tokens) == "Hé".encode()
+    first, *others = whole.prompt_logprobs
+    assert first is None
+    for token, entry in zip(whole.prompt_tokens[1:], others, strict=True):
+        assert entry is not None
+        assert (entry.token_id, entry.token, entry.part) == (
+            token.token_id,
+            token.token,
+            token.part,
+        )
+        assert (entry.rank == 1) == (entry.top[0].token_id == entry.token_id)
+    chunks = list(client.stream("Hé", **asked))
+    assert [len(chunk.prompt_logprobs) for chunk in chunks] == [4, 0, 0]
+    assert all(not chunk.prompt_tokens for chunk in chunks)
+
+
 def test_the_same_seed_gives_the_same_text(client: FastServeClient) -> None:
     first, second = (client.generate("Hello", max_tokens=16, seed=2**64 - 1) for _ in range(2))
     assert first == second

@@ -13,7 +13,7 @@ from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
-from fastserve_backend.rank_protocol.messages import Step, encoder, to_rank_decoder
+from fastserve_backend.rank_protocol.messages import PromptScores, Step, encoder, to_rank_decoder
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.token_rules import TokenRules
 from jobs import make_job
@@ -104,6 +104,36 @@ def test_a_chunk_of_a_dropped_job_crosses_the_end_of_its_prompt() -> None:
     assert ints(step.token_ids) == [0, 1, 2, 7, 8]
     assert (step.num_decodes, step.num_partial) == (0, 1)
     assert step.sampling is None  # nothing is sampled
+
+
+def test_tokens_of_a_prompt_are_scored_once_each() -> None:
+    pool = BlockPool(8, 4)
+    decoding, job = make_job(0, 5, computed=True), make_job(1, 9)
+    scoring = Job("scoring", 1, job.prompt_ids, SamplingParams(prompt_logprobs=2), 0.0)
+    assert scoring.prompt_logprobs is not None
+
+    def wanted(num_tokens: int) -> tuple[int, list[int]] | None:
+        """The first row, and the tokens."""
+        held(pool, decoding, scoring)
+        step = build_step(0, [(decoding, 1), (scoring, num_tokens)], pool, NO_COPIES)
+        step = to_rank_decoder.decode(encoder.encode(step))
+        assert isinstance(step, Step)
+        scoring.on_sent(num_tokens)
+        assert all((rows.job, rows.num_top) == (1, 2) for rows in step.prompt_rows)
+        return next(((one.first_row, ints(one.token_ids)) for one in step.prompt_rows), None)
+
+    assert wanted(4) == (1, [1, 2, 3, 4])
+    assert scoring.needs_whole_prompt
+    scoring.num_computed = 0  # it lost its KV
+    assert wanted(3) is None
+    assert wanted(3) == (2, [5, 6])  # behind the row of a token that is known
+    scores = PromptScores(bytes(16), bytes(16), bytes(32), bytes(32))
+    scoring.prompt_logprobs.on_scores(scores)
+    scoring.on_ranks_lost()  # and the second step with them
+    assert wanted(7) == (5, [5, 6, 7])
+    assert wanted(1) == (1, [8])
+    assert not scoring.needs_whole_prompt
+    assert wanted(1) is None  # the last token's logits are those of the first output token
 
 
 def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:

@@ -262,10 +262,10 @@ def gateway(
 
     Listens on http://HOST:PORT/v1 until SIGTERM or Ctrl-C; GET /health and /metrics are there too.
     """
-    from fastserve_gateway.app import GatewaySettings
     from fastserve_gateway.auth import ApiKeys
     from fastserve_gateway.command import run_gateway
     from fastserve_gateway.model_formats import FormatNames
+    from fastserve_gateway.settings import GatewaySettings
 
     from fastserve_backend.system.logs import log_to_stderr
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from fastserve_backend.checkpoints.tokenizer import Tokenizer
 from fastserve_backend.engine.text_stream import TextStream
-from fastserve_backend.job import FinishReason, Job, JobOutput, TokenLogprob
+from fastserve_backend.job import FinishReason, Job, JobOutput
+from fastserve_backend.logprobs import TokenLogprob
 from fastserve_backend.rank_protocol.messages import StepResult
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class TextDelivery:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[Job, TextStream] = {}
-        self._undelivered: list[tuple[Job, NewToken, FinishReason | None]] = []
+        self._undelivered: list[tuple[Job, NewToken, FinishReason | None, bool]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -99,18 +100,19 @@ class TextDelivery:
         )
 
     def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
-        self._undelivered.append((job, token, reason))
+        is_first = len(job.output_ids) == 1
+        self._undelivered.append((job, token, reason, is_first))
 
     def flush_tokens(self, on_job_end: OnJobEnd) -> None:
         undelivered, self._undelivered = self._undelivered, []
-        for job, token, reason in undelivered:
+        for job, token, reason, is_first in undelivered:
             text, is_stopped = self._text_of(job, token, reason)
             if is_stopped:
                 reason = FinishReason.STOP
             if reason is not None:
                 del self._texts[job]
                 on_job_end(job, reason)
-            _send_token(job, text, token, reason)
+            _send_token(job, text, token, reason, is_first=is_first)
 
     def end_stream(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         del self._texts[job]
@@ -134,12 +136,18 @@ class TextDelivery:
         return text, is_stopped
 
 
-def _send_token(job: Job, text: str, token: NewToken, reason: FinishReason | None) -> None:
+def _send_token(
+    job: Job, text: str, token: NewToken, reason: FinishReason | None, *, is_first: bool
+) -> None:
     logprobs: Sequence[TokenLogprob] = ()
     if job.params.logprobs is not None:
         logprobs = (TokenLogprob(token.token_id, token.logprob, token.top),)
     stats = job.stats() if reason is not None else None
-    _send_output(job, JobOutput(text, (token.token_id,), logprobs, reason, stats=stats))
+    prompt_logprobs = job.prompt_logprobs if is_first else None
+    output = JobOutput(
+        text, (token.token_id,), logprobs, reason, stats=stats, prompt_logprobs=prompt_logprobs
+    )
+    _send_output(job, output)
 
 
 def _send_output(job: Job, output: JobOutput) -> None:

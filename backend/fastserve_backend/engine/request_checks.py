@@ -22,6 +22,9 @@ from fastserve_backend.token_rules import TokenRules
 _CHARS_A_TOKEN = 8
 # Cutting a text in the middle of a word may give more tokens than the whole word has.
 _CUT_TOKENS = 64
+# Log-probabilities in the answer to one prompt, those of its tokens and of others. Each is about 70
+# bytes of JSON, which server, stub and client hold several times.
+MAX_PROMPT_LOGPROBS = 1 << 18
 
 
 class RequestChecks:
@@ -163,8 +166,8 @@ class RequestChecks:
         """Refuse a job that this model and its KV cache can never serve.
 
         Raises:
-            InvalidRequestError: the prompt is empty, the vocabulary lacks a token, or a structured
-                output could not end.
+            InvalidRequestError: the prompt is empty, the vocabulary lacks a token, a structured
+                output could not end, or too many log-probabilities of the prompt are wanted.
             ContextLengthError: prompt and output together are too long.
         """
         if len(prompt_ids) == 0:
@@ -182,6 +185,12 @@ class RequestChecks:
         if wanted is not None and not self._model_config.eos_token_ids:
             allowed = "the model has no end-of-sequence token, with which such an answer ends"
             raise InvalidRequestError(FIELD, wanted.kind, allowed)
+        num_top = params.prompt_logprobs
+        if num_top is not None and len(prompt_ids) * (1 + num_top) > MAX_PROMPT_LOGPROBS:
+            most = MAX_PROMPT_LOGPROBS // len(prompt_ids) - 1
+            remedy = "must be left out" if most < 0 else f"must be at most {most}"
+            allowed = f"{remedy}, because the prompt has {len(prompt_ids)} tokens"
+            raise InvalidRequestError("prompt_logprobs", num_top, allowed)
         room = self.context_len - len(prompt_ids)
         if room < 1:
             raise self._too_long("text_input", f"{len(prompt_ids)} tokens")

@@ -16,6 +16,7 @@ from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     LogitBias,
     Penalties,
+    PromptRows,
     Sampling,
     Step,
 )
@@ -60,7 +61,8 @@ def build_step(
     num_decodes = num_partial = 0
     token_ids, query_lens, starts = array("i"), array("i"), array("i")
     rows = array("i")
-    for job, num_tokens in scheduled:
+    prompt_rows: list[PromptRows] = []
+    for place, (job, num_tokens) in enumerate(scheduled):
         if job.num_pending:
             assert previous_rows is not None
             ids, row = _PENDING, previous_rows[job.number]
@@ -71,6 +73,13 @@ def build_step(
             rows.append(row)
         num_partial += len(ids) > num_tokens
         ids = ids[:num_tokens]
+        if job.prompt_logprobs is not None:
+            positions = job.prompt_logprobs.rows(job.num_ready, num_tokens)
+            if positions:
+                first_row = len(token_ids) + positions.start - job.num_ready
+                wanted = job.prompt_ids[positions.start + 1 : positions.stop + 1]
+                num_top = job.prompt_logprobs.num_top
+                prompt_rows.append(PromptRows(place, first_row, wanted.tobytes(), num_top))
         token_ids.extend(ids)
         query_lens.append(len(ids))
         starts.append(job.num_ready)
@@ -99,6 +108,7 @@ def build_step(
         are_long=b""
         if rotary_switch is None
         else bytes(job.num_tokens > rotary_switch for job, _ in scheduled),
+        prompt_rows=prompt_rows,
     )
 
 

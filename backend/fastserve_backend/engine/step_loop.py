@@ -55,8 +55,8 @@ class StepLoop:
         predict_s: predicts a step's duration in seconds. Not called if no step is sent ahead.
         on_job_end: called once for each job, just before its client learns of its end.
         on_step_finished: called with each finished step and the seconds that it took, without waits
-            between pipeline stages. Not called for steps that also copied KV blocks: predictions do
-            not include those copies.
+            between pipeline stages. Not called for steps that also copied KV blocks, or computed
+            log-probabilities of prompts: predictions do not include that.
         mask_source: computes the masks of jobs with structured output; its answers go to
             ``jobs.on_mask_answer``. None if there are no such jobs.
         rotary_switch: of the model (``ModelConfig``).
@@ -285,7 +285,7 @@ class StepLoop:
             self._on_ran(going_on, finished.ended_s)
         else:
             self._count_preemptions(early_end.set_aside)
-        if not sent.step.copy_from:
+        if not sent.step.copy_from and not sent.step.prompt_rows:
             self._on_step_finished(sent.step, finished.elapsed_s)
 
     def _apply_tokens(self, finished: FinishedStep) -> None:
@@ -293,6 +293,10 @@ class StepLoop:
         sent = finished.sent
         for job in sent.jobs.values():
             job.executed_s += finished.elapsed_s
+        for rows, scores in zip(sent.step.prompt_rows, finished.result.prompt_scores, strict=True):
+            prompt_logprobs = sent.batch[rows.job].job.prompt_logprobs
+            assert prompt_logprobs is not None
+            prompt_logprobs.on_scores(scores)
         sampling = itertools.islice(sent.jobs.values(), sent.num_sampling)
         for job, token in zip(sampling, NewToken.from_result(finished.result), strict=True):
             if job.state is JobState.FINISHED:

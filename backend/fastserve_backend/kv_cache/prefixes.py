@@ -53,8 +53,13 @@ class PrefixKeys:
         self._long: set[int] = set()  # jobs that were long when they began to compute
 
     def wanted(self, job: Job) -> Iterator[bytes]:
-        """Keys of the blocks that the job may get from others. Its last token is never among them:
-        the job has to compute at least one token to get its next one.
+        """Keys of the blocks that the job may get from others: none if it needs to compute its
+        whole prompt, else those ``of_prefill``."""
+        return iter(()) if job.needs_whole_prompt else self.of_prefill(job)
+
+    def of_prefill(self, job: Job) -> Iterator[bytes]:
+        """Keys of the blocks that the job has before its next token. Its last token is never among
+        them: the job has to compute at least one token to get its next one.
 
         Only for jobs that have not computed their whole prompt yet, or begin anew."""
         is_long = self._rotary_switch is not None and job.num_tokens > self._rotary_switch
@@ -362,7 +367,7 @@ class RoundPrefixes:
         self._coming: set[bytes] = set()
         for job in prefilling:
             if job.finish_reason is None and job.num_pending == 0:  # a chunk runs, others follow
-                self._coming.update(self._keys.wanted(job))
+                self._coming.update(self._keys.of_prefill(job))
 
     def find(self, job: Job, *, may_take_over: bool, may_copy: bool) -> None:
         """Find the prefix of a job that has computed nothing.
@@ -401,7 +406,7 @@ class RoundPrefixes:
             self._copy(job)
         self._to_publish.append(job)
         num_blocks = self._device.num_full_blocks(job.num_ready + num_tokens)
-        self._coming.update(islice(self._keys.wanted(job), num_blocks))
+        self._coming.update(islice(self._keys.of_prefill(job), num_blocks))
         return self._prefixes.on_used(job)
 
     def publish_all(self) -> None:

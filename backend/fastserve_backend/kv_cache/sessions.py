@@ -185,6 +185,8 @@ class HeldSessions:
 
     def _num_common(self, turn: _HeldTurn, job: Job) -> int:
         """Of how many of its first tokens the job gets the KV."""
+        if job.needs_whole_prompt:
+            return 0
         held = turn.job.prompt_ids + turn.job.output_ids
         # The job has to compute at least one token to get its next one.
         most = min(turn.num_tokens, len(job.prompt_ids) - 1)

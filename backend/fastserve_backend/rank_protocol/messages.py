@@ -158,6 +158,19 @@ class Penalties(msgspec.Struct, array_like=True):
     """Whether the output also includes the token that the row runs, which only the ranks know."""
 
 
+class PromptRows(msgspec.Struct, array_like=True):
+    """Tokens of a job's prompt whose log-probabilities are wanted."""
+
+    job: int
+    """The job's place in the step's order."""
+    first_row: int
+    """The row, of the step's T tokens, whose logits give the first of ``token_ids``. Each later
+    token has the next row."""
+    token_ids: bytes  # int32 [n]
+    num_top: int
+    """How many of the most likely tokens of each row to return."""
+
+
 class Step(msgspec.Struct, tag="step", array_like=True):
     """One step of S jobs with T tokens. R = S - num_partial jobs get a new token.
 
@@ -191,6 +204,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     """With which block of a group each table begins. Empty: with block 0."""
     are_long: bytes = b""  # bool [S], or empty
     """Whether each job is longer than the model's ``rotary_switch``. Empty: none is."""
+    prompt_rows: list[PromptRows] = []
+    """None of these jobs decodes."""
 
     @classmethod
     def of(
@@ -248,6 +263,8 @@ class StepResult(msgspec.Struct, tag="result", array_like=True):
     waited_s: float = 0.0
     """Seconds that the step waited for stages that still ran the step before. Only the executor
     sets this."""
+    prompt_scores: list[PromptScores] = []
+    """One for each of ``Step.prompt_rows``."""
 
 
 class TopLogprobs(msgspec.Struct, array_like=True):
@@ -256,6 +273,15 @@ class TopLogprobs(msgspec.Struct, array_like=True):
     row: int
     token_ids: bytes  # int32 [n]
     logprobs: bytes  # float32 [n]
+
+
+class PromptScores(msgspec.Struct, array_like=True):
+    """Log-probabilities of the n tokens of a ``PromptRows``."""
+
+    logprobs: bytes  # float32 [n]
+    ranks: bytes  # int32 [n]: 1 if no token is likelier
+    top_ids: bytes  # int32 [n, num_top]: the most likely tokens, the likeliest first
+    top_logprobs: bytes  # float32 [n, num_top]
 
 
 class CopyBlocks(msgspec.Struct, tag="copy", array_like=True):

@@ -84,6 +84,8 @@ class GenerateRequest:
     return_num_output_tokens: bool
     return_cumulative_logprob: bool
     return_logprobs: bool
+    return_prompt_logprobs: bool
+    return_prompt_tokens: bool
     return_perf_metrics: bool
     request_id: str
     """From the request parameters; empty: they have none."""
@@ -114,6 +116,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         )
     return_logprobs = values.boolean(protocol.RETURN_LOGPROBS)
     return_cumulative_logprob = values.boolean(protocol.RETURN_CUMULATIVE_LOGPROB)
+    return_prompt_logprobs = values.boolean(protocol.RETURN_PROMPT_LOGPROBS)
     return GenerateRequest(
         text=prompt.text,
         input_ids=prompt.input_ids,
@@ -122,7 +125,9 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         add_special_tokens=_adds_special_tokens(values, prompt),
         stream=stream,
         include_input=answer_only is None and not exclude_input,
-        params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
+        params=_sampling_params(
+            values, return_logprobs or return_cumulative_logprob, return_prompt_logprobs
+        ),
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
         truncate_prompt_tokens=values.get(protocol.TRUNCATE_PROMPT_TOKENS, _to_int),
         service=ServiceLevel(
@@ -138,6 +143,8 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         return_num_output_tokens=values.boolean(protocol.RETURN_NUM_OUTPUT_TOKENS),
         return_cumulative_logprob=return_cumulative_logprob,
         return_logprobs=return_logprobs,
+        return_prompt_logprobs=return_prompt_logprobs,
+        return_prompt_tokens=values.boolean(protocol.RETURN_PROMPT_TOKENS),
         return_perf_metrics=values.boolean(protocol.RETURN_PERF_METRICS),
         request_id=values.get(protocol.REQUEST_ID, _to_text) or "",
     )
@@ -295,8 +302,11 @@ def refuse_unknown_keys(messages: Sequence[Message]) -> None:
                 raise InvalidRequestError(f"{protocol.MESSAGES}[{index}]", key, allowed)
 
 
-def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
+def _sampling_params(
+    values: _Values, needs_logprobs: bool, needs_prompt_logprobs: bool
+) -> SamplingParams:
     num_logprobs = values.get(protocol.LOGPROBS, _to_int)
+    num_prompt_logprobs = values.get(protocol.PROMPT_LOGPROBS, _to_int)
     stop = values.get(protocol.STOP_WORDS, _to_words)
     other_stop = values.get(protocol.STOP, _to_words)
     if stop and other_stop:
@@ -311,7 +321,14 @@ def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
     }
     if num_logprobs is None and needs_logprobs:
         num_logprobs = 0
-    return SamplingParams(**given, stop=stop or other_stop or (), logprobs=num_logprobs)
+    if num_prompt_logprobs is None and needs_prompt_logprobs:
+        num_prompt_logprobs = 0
+    return SamplingParams(
+        **given,
+        stop=stop or other_stop or (),
+        logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
+    )
 
 
 class _Values:

@@ -168,10 +168,7 @@ class TritonPythonModel:
         prompt = ""
         if wanted.include_input:
             prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)
-        tokenizer = engine.tokenizer
-        skips_specials = wanted.params.skip_special_tokens
-        token_bytes = tokenizer.token_bytes if skips_specials else tokenizer.spelled_bytes
-        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, token_bytes)
+        encoder = ResponseEncoder(wanted, prompt, prompt_ids, self._wall_clock, engine.tokenizer)
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
         stream = ResponseStream(channel, emitter, encoder, interval)
         params = wanted.params

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from fastserve_client import protocol
 from numpy.typing import NDArray
 
-from fastserve_backend.job import JobOutput, JobStats, TokenLogprob
+from fastserve_backend.checkpoints.tokenizer import Tokenizer
+from fastserve_backend.job import JobOutput, JobStats
+from fastserve_backend.logprobs import PromptLogprobs, TokenLogprob
 from fastserve_backend.serving.codec import GenerateRequest
 from fastserve_backend.system.clock import Clock
 
@@ -54,29 +56,37 @@ class ResponseEncoder:
 
     Args:
         prompt: comes before the text of the first response; empty for none.
-        token_bytes: returns a token's bytes in UTF-8, for ``logprobs``.
+        prompt_ids: all tokens of the prompt.
     """
 
     def __init__(
         self,
         request: GenerateRequest,
         prompt: str,
+        prompt_ids: Sequence[int],
         wall_clock: WallClock,
-        token_bytes: Callable[[int], bytes],
+        tokenizer: Tokenizer,
     ) -> None:
         self._request = request
         self._prompt = prompt
         self._wall_clock = wall_clock
-        self._token_bytes = token_bytes
+        self._specials = tokenizer.specials
+        skips_specials = request.params.skip_special_tokens
+        self._token_bytes = tokenizer.token_bytes if skips_specials else tokenizer.spelled_bytes
+        self._prompt_ids = prompt_ids
+        self._is_first = True
         self._cumulative_logprob = 0.0
 
     def encode(self, outputs: Sequence[JobOutput]) -> Response:
         """One response with all of ``outputs``; the last of them may end the job."""
         request = self._request
-        text = self._prompt + "".join([output.text for output in outputs])
-        self._prompt = ""
+        text = "".join([output.text for output in outputs])
         token_ids = tuple([token for output in outputs for token in output.token_ids])
         tensors: Tensors = []
+        if self._is_first:
+            self._is_first = False
+            text = self._prompt + text
+            self._add_prompt(tensors, outputs[0].prompt_logprobs)
         last = outputs[-1]
         # Values of the whole request come once, at its end: each tensor of a response costs server,
         # stub and client tens of microseconds a token.
@@ -97,15 +107,34 @@ class ResponseEncoder:
             tensors += self._perf_metrics(last.stats)
         return Response(text, token_ids, tensors)
 
+    def _add_prompt(self, tensors: Tensors, prompt_logprobs: PromptLogprobs | None) -> None:
+        if self._request.return_prompt_tokens:
+            tokens = map(self._prompt_token, self._prompt_ids)
+            tensors.append((protocol.PROMPT_TOKENS, _json_list(tokens)))
+        if self._request.return_prompt_logprobs and prompt_logprobs is not None:
+            entries = map(self._prompt_entry, prompt_logprobs)
+            tensors.append((protocol.PROMPT_LOGPROBS_OUTPUT, _json_list(entries)))
+
+    def _prompt_token(self, token_id: int) -> dict[str, Any]:
+        special = self._specials.get(token_id)
+        return self._text_of(token_id) | ({} if special is None else {"special": special})
+
+    def _prompt_entry(self, entry: TokenLogprob | None) -> dict[str, Any] | None:
+        if entry is None:
+            return None
+        described = self._token(entry.token_id, entry.logprob) | {"rank": entry.rank}
+        if self._request.params.prompt_logprobs:
+            described["top"] = [self._token(token, logprob) for token, logprob in entry.top]
+        return described
+
     def _add_logprobs(self, tensors: Tensors, logprobs: list[TokenLogprob]) -> None:
         self._cumulative_logprob += sum(_finite(entry.logprob) for entry in logprobs)
         if self._request.return_cumulative_logprob:
             value = np.array([self._cumulative_logprob], np.float32)
             tensors.append((protocol.CUMULATIVE_LOGPROB, value))
         if self._request.return_logprobs:
-            entries = [self._logprob_entry(entry) for entry in logprobs]
-            text = json.dumps(entries, ensure_ascii=False)
-            tensors.append((protocol.LOGPROBS_OUTPUT, strings(text)))
+            entries = map(self._logprob_entry, logprobs)
+            tensors.append((protocol.LOGPROBS_OUTPUT, _json_list(entries)))
 
     def _logprob_entry(self, entry: TokenLogprob) -> dict[str, Any]:
         described = self._token(entry.token_id, entry.logprob)
@@ -114,9 +143,12 @@ class ResponseEncoder:
         return described
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return self._text_of(token_id) | {"logprob": _finite(logprob)}
+
+    def _text_of(self, token_id: int) -> dict[str, Any]:
         spelled = self._token_bytes(token_id)
         text = spelled.decode(errors="replace")
-        described = {"token_id": token_id, "token": text, "logprob": _finite(logprob)}
+        described: dict[str, Any] = {"token_id": token_id, "token": text}
         if text.encode() != spelled:  # part of a character
             described["bytes"] = list(spelled)
         return described
@@ -144,6 +176,11 @@ def _finite(logprob: float) -> float:
 
 def _count(number: int) -> NDArray[Any]:
     return np.array([number], np.uint32)
+
+
+def _json_list(values: Iterable[Any]) -> NDArray[Any]:
+    # One by one: json.dumps would hold the interpreter's lock for a whole list, which may be long.
+    return strings("[" + ", ".join(json.dumps(one, ensure_ascii=False) for one in values) + "]")
 
 
 def strings(text: str) -> NDArray[Any]:

@@ -21,6 +21,7 @@ from fastserve_backend.rank_protocol.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.decode_graphs import DecodeGraphs
 from fastserve_backend.worker.kv_store import copy_within
 from fastserve_backend.worker.pipeline import Pipeline
+from fastserve_backend.worker.prompt_scores import ScoredPrompts, score_prompts
 from fastserve_backend.worker.sampler import SampledTokens, sample
 from fastserve_backend.worker.step_inputs import (
     CPUInputs,
@@ -75,6 +76,7 @@ class ModelRunner:
         self._place = place
         self._kv = kv
         self._eos_token_ids = config.eos_token_ids
+        self._vocab_size = config.vocab_size
         width, dtype = config.hidden_size, torch_dtype(config)
         self._pipeline = Pipeline(place, width, dtype, device)
         self._last_tokens = LastTokens(tensor)
@@ -138,17 +140,25 @@ class ModelRunner:
         received = self._pipeline.receive(inputs.num_tokens) if self.has_earlier_stage else None
         # Not earlier: an idle device would start the watch while the host still prepares.
         watch = Stopwatch(self.device)
-        output = self._run_model(inputs, received, is_greedy=step.sampling is None)
-        tokens = None
-        if self._place.is_last_stage:
-            tokens = self._sample(output, step, inputs)
-        else:
+        tokens = prompts = None
+        if not self._place.is_last_stage:
+            output = self._run_model(inputs, received, is_greedy=False)
             assert output.hidden is not None
             self._pipeline.send(output.hidden)
+        elif step.prompt_rows:
+            hidden = self._forward(inputs, received)
+            assert hidden is not None
+            assert not inputs.is_padded  # a step of decodes alone has no such rows
+            prompts = score_prompts(hidden, step.prompt_rows, self._model.logits, self._vocab_size)
+            logits = self._model.logits(ops.lookup_rows(hidden, inputs.sampled))
+            tokens = self._sample(StepOutput(logits=logits), step, inputs)
+        else:
+            output = self._run_model(inputs, received, is_greedy=step.sampling is None)
+            tokens = self._sample(output, step, inputs)
         watch.stop()
         if self._place.tensor_rank != 0:
             return None
-        return LaunchedStep(step.step_id, watch, tokens, self._place.is_last_stage)
+        return LaunchedStep(step.step_id, watch, tokens, self._place.is_last_stage, prompts)
 
     def _recorded(
         self,
@@ -223,12 +233,14 @@ class LaunchedStep:
     """A step that the device may still run.
 
     tokens: None if no job gets one in this step.
+    prompts: None if no log-probabilities of prompts are wanted.
     """
 
     step_id: int
     watch: Stopwatch
     tokens: SampledTokens | None
     is_last_stage: bool
+    prompts: ScoredPrompts | None = None
 
     def answer(self) -> StepResult | StageDone:
         """Wait until the device has finished the step. Any thread may call this.
@@ -239,8 +251,12 @@ class LaunchedStep:
         if not self.is_last_stage:
             return StageDone(self.step_id, compute_s)
         if self.tokens is None:
-            return StepResult(self.step_id, b"", compute_s, b"", [])
-        return self.tokens.result(self.step_id, compute_s)
+            result = StepResult(self.step_id, b"", compute_s, b"", [])
+        else:
+            result = self.tokens.result(self.step_id, compute_s)
+        if self.prompts is not None:
+            result.prompt_scores = self.prompts.on_host()
+        return result
 
 
 class Stopwatch:

@@ -74,7 +74,7 @@ class SampledTokens:
         self._logprob_rows = logprob_rows
         self._groups = groups
         self._uploads = uploads
-        self._on_host = _start_copy([torch.where(chosen.isnan(), NO_TOKEN, token_ids), *logprobs])
+        self._on_host = start_copy([torch.where(chosen.isnan(), NO_TOKEN, token_ids), *logprobs])
 
     def result(self, step_id: int, compute_s: float) -> StepResult:
         """The message that answers the step. Call this only when the device has finished it."""
@@ -121,7 +121,7 @@ def sample(
     """
     if sampling is None:
         token_ids = ops.argmax_rows(logits) if greedy_ids is None else greedy_ids
-        return SampledTokens(token_ids, _of_tokens(logits, token_ids))
+        return SampledTokens(token_ids, of_tokens(logits, token_ids))
     raw = logits.float()
     uploads = Uploads(raw.device)
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
@@ -145,7 +145,7 @@ def sample(
     return SampledTokens(token_ids, chosen, uploads=uploads)
 
 
-def _of_tokens(rows: Tensor, token_ids: Tensor) -> Tensor:
+def of_tokens(rows: Tensor, token_ids: Tensor) -> Tensor:
     """The entry of each row for its token: [R]."""
     return rows.gather(1, token_ids[:, None])[:, 0]
 
@@ -164,7 +164,7 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tenso
         chosen = torch.empty(len(scores), device=scores.device)
     else:
         token_ids = ops.argmax_rows(scores)
-        chosen = _of_tokens(scores, token_ids)
+        chosen = of_tokens(scores, token_ids)
     # Filtering sorts the vocabulary, so rows without a filter are treated apart.
     for is_filtered in (False, True):
         rows = np.flatnonzero(random & (filtered == is_filtered))
@@ -183,7 +183,7 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tenso
             _drop_unlikely(probabilities, min_p[rows], uploads)
             inverted = _invert(probabilities, uploads.bring(uniform[rows]))
         token_ids[index] = inverted
-        chosen[index] = _of_tokens(probabilities, inverted)
+        chosen[index] = of_tokens(probabilities, inverted)
     return token_ids, chosen
 
 
@@ -331,7 +331,7 @@ def _with_logprobs(
     rows = np.flatnonzero(num_logprobs >= 0)
     index = uploads.bring(rows)
     logprobs = torch.log_softmax(raw[index], dim=-1)
-    own = _of_tokens(logprobs, token_ids[index])
+    own = of_tokens(logprobs, token_ids[index])
     wanted = num_logprobs[rows]
     # Group the rows that want equally many.
     groups = [np.flatnonzero(wanted == count) for count in np.unique(wanted[wanted > 0])]
@@ -342,7 +342,7 @@ def _with_logprobs(
     return SampledTokens(token_ids, chosen, rows, results, groups, uploads)
 
 
-def _start_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
+def start_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors on the host, by one copy on the current stream. Wider types must come first, so
     that all are aligned."""
     if len(tensors) == 1:

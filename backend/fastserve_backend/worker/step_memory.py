@@ -6,6 +6,7 @@ import gc
 
 import numpy as np
 import torch
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
@@ -13,9 +14,10 @@ from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.models.model_part import TensorGroup
-from fastserve_backend.rank_protocol.messages import Sampling
+from fastserve_backend.rank_protocol.messages import PromptRows, Sampling
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.pipeline import Pipeline
+from fastserve_backend.worker.prompt_scores import score_prompts
 from fastserve_backend.worker.sampler import sample
 from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs
 
@@ -68,8 +70,8 @@ def step_bytes(
 def run_largest_step(
     model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
 ) -> None:
-    """Run prompts of the most tokens that a step may have. Then sample for the most jobs, each by
-    top-p, under a mask and with log-probabilities."""
+    """Run prompts of the most tokens that a step may have, with log-probabilities of all of them.
+    Then sample for the most jobs, each by top-p, under a mask and with log-probabilities."""
     kinds = config.layer_groups.kinds
     heads, dtype = config.num_heads // place.tensor_size, torch_dtype(config)
     inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits, kinds)
@@ -79,12 +81,16 @@ def run_largest_step(
     received = None
     if not place.is_first_stage:
         received = torch.zeros(shape, dtype=torch_dtype(config), device=kv.device)
-    output = model.forward(
-        tensors.token_ids, tensors.positions, tensors.batch, kv, received, tensors.sampled
-    )
-    if place.is_last_stage and output is not None:
+    hidden = model.forward(tensors.token_ids, tensors.positions, tensors.batch, kv, received)
+    if not place.is_last_stage:
+        return
+    assert hidden is not None
+    all_rows = PromptRows(job=0, first_row=0, token_ids=bytes(4 * len(hidden)), num_top=1)
+    score_prompts(hidden, [all_rows], model.logits, config.vocab_size)
+    logits = model.logits(ops.lookup_rows(hidden, tensors.sampled))
+    if logits is not None:
         sample(
-            output, _costliest_sampling(limits.max_jobs, config.vocab_size), config.eos_token_ids
+            logits, _costliest_sampling(limits.max_jobs, config.vocab_size), config.eos_token_ids
         )
 
 

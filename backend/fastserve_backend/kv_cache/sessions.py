@@ -211,7 +211,7 @@ class HeldSessions:
 
     @property
     def num_idle(self) -> int:
-        """Device blocks that ``give_up`` can free at once."""
+        """Device blocks that ``free_device`` can free at once."""
         return self._tiers.held.idle_device - sum(
             self._tiers.device.num_held(number)
             for number in self._copy_sources

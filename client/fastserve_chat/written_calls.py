@@ -78,6 +78,16 @@ def xml_call(text: str, tool: Tool) -> WrittenCall:
     return _call(tool.name, arguments)
 
 
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call that a grammar enforced; ``None``: the answer is cut off in them, or
+    they are nested too deeply, or have a number that is no double."""
+    try:
+        value = _loads(text)
+    except NoCallError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _python_call(node: ast.expr) -> WrittenCall:
     if not isinstance(node, ast.Call) or node.args:
         raise NoCallError

@@ -5,7 +5,6 @@ The Responses API calls a block an output item, and Anthropic's API a content bl
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastserve_chat.parts import AnswerPart, CallStart, Content, Reasoning
+from fastserve_chat.written_calls import read_arguments
 from fastserve_client import protocol
 from fastserve_client.options import ServiceOptions
 from fastserve_client.results import Chunk, Completion, TokenLogprob
@@ -44,12 +44,8 @@ class Block:
         return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any] | None:
-        """The arguments of a call; ``None``: they are cut off, or too deep for Python."""
-        try:
-            value = json.loads(self.text)
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else None
+        """See ``read_arguments``."""
+        return read_arguments(self.text)
 
 
 class BlockAnswer(Answer):
@@ -137,6 +133,11 @@ class BlockAnswer(Answer):
     @abstractmethod
     def end_events(self, block: Block) -> Iterator[bytes]:
         """The last block is whole, or the answer is cut off in it."""
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer ended with calls, which are whole."""
+        return self._choice.finish_reason(self._finish_reason) == "tool_calls"
 
     @property
     def is_cut_off(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastserve_chat.parts import AnswerPart, CallStart, PartReader, Reasoning
+from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, PartReader, Reasoning
+from fastserve_chat.written_calls import read_arguments
 from fastserve_client.results import Chunk, Completion
 
 
@@ -16,7 +17,8 @@ class ChoiceParts:
         self._num_unread = 0
         """Tokens since the last part."""
         self.num_reasoning_tokens = 0
-        self.has_calls = False
+        self._arguments: list[str] | None = None
+        """Of the last call, in pieces; None: there is no call."""
 
     def read(self, piece: Chunk | Completion) -> list[AnswerPart]:
         """The parts that it completes; with a finish reason, all that are left."""
@@ -32,7 +34,11 @@ class ChoiceParts:
             self._num_unread = 0
         if parts:
             self._in_reasoning = isinstance(parts[-1], Reasoning)
-        self.has_calls |= any(isinstance(part, CallStart) for part in parts)
+        for part in parts:
+            if isinstance(part, CallStart):
+                self._arguments = []
+            elif isinstance(part, CallArguments) and self._arguments is not None:
+                self._arguments.append(part.text)
         return parts
 
     def keep(self, chunk: Chunk) -> None:
@@ -44,5 +50,7 @@ class ChoiceParts:
         return self._kept or self.read(completion)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """OpenAI's, for a job that ended with ``reason``."""
-        return "tool_calls" if self.has_calls and reason == "stop" else reason
+        """OpenAI's, for a job that ended with ``reason``. A stop word may have cut off a call."""
+        if reason != "stop" or self._arguments is None:
+            return reason
+        return "stop" if read_arguments("".join(self._arguments)) is None else "tool_calls"

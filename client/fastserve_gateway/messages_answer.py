@@ -86,7 +86,7 @@ class MessagesAnswer(BlockAnswer):
         if self.is_cut_off:
             is_long = self._usage.completion_tokens >= self._request.max_tokens
             reason = "max_tokens" if is_long else "model_context_window_exceeded"
-        elif any(block.kind == "call" for block in self._blocks):
+        elif self.calls_tools:
             reason = "tool_use"
         else:
             reason = "end_turn" if word is None else "stop_sequence"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,16 @@ from fastserve_gateway.tokenization import TaskBody
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
 TaskT = TypeVar("TaskT", bound=TaskBody | ConversationRequest)
+
+
+class AnswerResponse(JSONResponse):
+    """A whole answer. Arguments of a call may have half of a pair of surrogates."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return super().render(content)
+        except UnicodeEncodeError:  # only an escape can hold it, as in what the model wrote
+            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class Responder:
             if not answer.streams:
                 work = complete_all(self.client, jobs)
                 whole = answer.whole(await while_connected(request.receive, work))
-                return JSONResponse(whole, headers=headers)
+                return AnswerResponse(whole, headers=headers)
             # Only the first event decides the status.
             events = answer.events(stream_all(self.client, jobs))
             first = await while_connected(request.receive, anext(events))

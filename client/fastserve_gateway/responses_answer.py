@@ -200,9 +200,10 @@ class ResponsesAnswer(BlockAnswer):
         }
 
     def _status(self, block: Block) -> str:
-        """Of an item that gets no more text."""
-        is_last = block is self._blocks[-1]
-        return "incomplete" if self.is_cut_off and is_last else "completed"
+        """Of an item that gets no more text. A stop word may have cut off a call."""
+        is_cut_off = self.is_cut_off and block is self._blocks[-1]
+        is_half = block.kind == "call" and block.arguments() is None
+        return "incomplete" if is_cut_off or is_half else "completed"
 
     def _item_id(self, block: Block) -> str:
         if block.index == len(self._item_ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from fastserve_gateway.errors import invalid
 from fastserve_gateway.responses_input import input_messages
 from fastserve_gateway.schemas import ChatRequest, RequestBody
 from fastserve_gateway.strict_fields import StrictFields
+from fastserve_gateway.tool_fields import NOT_FINITE
 
 RESPONSES_FIELDS = FieldNames(
     (
@@ -89,6 +91,8 @@ class ResponsesRequest(RequestBody):
         for name in _UNSUPPORTED:
             if extra.get(name):
                 raise invalid(name, "not supported; must be left out")
+        for name, value in (("tool_choice", self.tool_choice), ("text", self.text)):
+            _check_returned(name, value.format if isinstance(value, TextConfig) else value)
         effort = self.reasoning and self.reasoning.effort
         wants_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
         fields = {
@@ -141,6 +145,14 @@ class ResponsesRequest(RequestBody):
         instructions = [{"role": "system", "content": self.instructions}]
         own = self.input_messages()
         return join_system([*(instructions if self.instructions else ()), *history, *own])
+
+
+def _check_returned(name: str, value: Any) -> None:
+    """A value that comes back in the response must be JSON, which 1e999 is not once it is read."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise invalid(name, NOT_FINITE) from None
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

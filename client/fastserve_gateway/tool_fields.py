@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
@@ -9,6 +10,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from fastserve_gateway.strict_fields import StrictFields
 
+NOT_FINITE = "all numbers must be finite"
 MAX_TOOLS = 128
 """OpenAI's limit."""
 MAX_TOOLS_BYTES = 256 << 10
@@ -102,7 +104,11 @@ def unknown_tool_fields(tools: list[FunctionTool]) -> list[str]:
 
 def check_tools(tools: list[FunctionTool], choice: str | dict[str, Any] | None) -> None:
     """Raises ValueError, with the field's name before a colon."""
-    num_bytes = sum(len(tool.model_dump_json().encode()) for tool in tools)
+    dumped = [tool.model_dump(exclude_unset=True) for tool in tools]
+    try:
+        num_bytes = len(json.dumps(dumped, ensure_ascii=False, allow_nan=False).encode())
+    except ValueError:
+        raise ValueError(f"tools: {NOT_FINITE}") from None
     if num_bytes > MAX_TOOLS_BYTES:
         raise ValueError(f"tools: got {num_bytes} bytes; at most {MAX_TOOLS_BYTES} are allowed")
     names: set[str] = set()

@@ -106,6 +106,23 @@ def test_a_response_that_is_gone_cannot_be_continued(alone: TestClient) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"tools": [{"type": "function", "name": "f", "parameters": {"default": 1e999}}]', "tools"),
+        ('"tool_choice": {"type": "function", "name": "f", "x": 1e999}', "tool_choice"),
+        ('"text": {"format": {"type": "text", "x": NaN}}', "text"),
+    ],
+)
+def test_a_response_cannot_return_what_is_no_json(
+    alone: TestClient, fields: str, param: str
+) -> None:
+    body = f'{{"model": "fastserve", "input": "Hi", {fields}}}'
+    headers = {"Content-Type": "application/json"}
+    answer = alone.post("/v1/responses", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_names_of_tenants_and_priorities_count_for_all_apis(alone: TestClient) -> None:
     with TestClient(
         create_app(settings("sk-key")),

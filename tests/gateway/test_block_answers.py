@@ -20,6 +20,7 @@ from fastserve_gateway.errors import from_client_error
 from fastserve_gateway.messages_answer import MessagesAnswer
 from fastserve_gateway.messages_schema import MessagesRequest
 from fastserve_gateway.model_formats import ModelFormats
+from fastserve_gateway.respond import AnswerResponse
 from fastserve_gateway.responses_answer import ResponsesAnswer
 from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest
@@ -176,6 +177,12 @@ def test_a_response_that_is_cut_off() -> None:
     assert stored == [(last["response"], {"role": "assistant", "content": "Let me "}, None)]
 
 
+def test_a_stop_word_cuts_off_a_call_of_a_response() -> None:
+    last = stream(responses_answer(stream=True), ["again", "call"])[-1]["response"]
+    assert last["status"] == "completed"
+    assert [item["status"] for item in last["output"]] == ["completed", "incomplete"]
+
+
 def test_only_the_last_item_is_cut_off() -> None:
     """Even if the items before it end with the same chunk."""
     given = [Chunk("think", (1,)), Chunk("text", (2,), "length", 7, num_cached_tokens=0)]
@@ -303,16 +310,33 @@ def test_a_message_that_is_cut_off_in_a_call() -> None:
     assert answer["stop_reason"] == "max_tokens"
 
 
-def test_a_call_with_arguments_that_are_too_deep_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    deep = '{"city": ' + "[" * 100_000
-    monkeypatch.setitem(PARTS, "deep", [CallStart(0, "call_1", "weather"), CallArguments(0, deep)])
-    answer = whole(messages_answer(), ["text", "deep"], "length")
+def test_a_stop_sequence_cuts_off_a_call_of_a_message() -> None:
+    """A client would call the tool without arguments."""
+    given = [
+        Chunk("call", (1,), logprobs=(TokenLogprob(1, "city", -0.5, ()),)),
+        Chunk("", (2,), "stop", 7, num_cached_tokens=0),
+    ]
+    events = read_events(messages_answer(stream=True, stop_sequences=["city"]), given)
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "city"}
+    answer = messages_answer(stop_sequences=["city"]).whole([Completion.from_chunks(given)])
+    assert (answer["content"], answer["stop_reason"]) == ([], "stop_sequence")
+
+
+@pytest.mark.parametrize("value", ["1e999", "[" * 9999 + "]" * 9999])
+def test_arguments_that_no_object_can_hold(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar allows them."""
+    parts = [CallStart(0, "call_1", "weather"), CallArguments(0, f'{{"city": {value}}}')]
+    monkeypatch.setitem(PARTS, "odd", parts)
+    answer = whole(messages_answer(), ["text", "odd"], "length")
     assert [block["type"] for block in answer["content"]] == ["text"]
-    stored, keep = keeper()
-    whole(responses_answer(keep), ["text", "deep"], "length")
-    assert stored[0][1] == {"role": "assistant", "content": "Let me "}
+
+
+def test_half_a_character_in_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [CallStart(0, "call_1", "weather"), CallArguments(0, r'{"city": "\ud83d"}')]
+    monkeypatch.setitem(PARTS, "odd", parts)
+    answer = whole(messages_answer(), ["odd"])
+    assert answer["stop_reason"] == "tool_use"
+    assert json.loads(AnswerResponse(answer).body) == answer
 
 
 def test_max_tokens_may_be_more_than_the_prompt_leaves() -> None:

@@ -178,6 +178,10 @@ def test_what_is_cut_off(client: OpenAI) -> None:
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "length"
     assert call.function.arguments.startswith("{")
+    stopped = forced(client, stop=["city"], **CALLS).choices[0]
+    assert (stopped.finish_reason, len(stopped.message.tool_calls)) == ("stop", 1)
+    last = list(forced(client, stop=["city"], stream=True, **CALLS))[-1].choices[0]
+    assert last.finish_reason == "stop"
     thoughts = ask(client, max_tokens=8, logit_bias={str(END_OF_THOUGHT): -100}).choices[0]
     assert thoughts.message.content == ""
     assert thoughts.message.reasoning_content

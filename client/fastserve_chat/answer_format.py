@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastserve_chat.call_reader import CallNumbers, enforced_calls, free_calls
-from fastserve_chat.grammar import Rules, add_calls, add_calls_or_text, add_reasoning, literal
+from fastserve_chat.grammar import (
+    GrammarRules,
+    add_calls,
+    add_calls_or_text,
+    add_reasoning,
+    literal,
+)
 from fastserve_chat.harmony import HarmonyReader
 from fastserve_chat.parts import PartReader
 from fastserve_chat.plain import PlainReader
@@ -18,6 +24,8 @@ from fastserve_chat.tool_formats import ToolFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
+    """The form of the answers to one request, for a model that writes calls in ``tool_format``."""
+
     tool_format: ToolFormat
     tools: tuple[Tool, ...] = ()
     """Those that the answer may call."""
@@ -67,7 +75,7 @@ class AnswerFormat:
         """llguidance's Lark; None: no calls are enforced, and nothing comes before JSON."""
         if not self.enforces_calls and (self.schema is None or self.reasoning is None):
             return None
-        rules = Rules()
+        rules = GrammarRules()
         answers = []
         if self.schema is not None and not self.needs_call:
             before = literal(self.reasoning.before_content) if self.reasoning else ""
@@ -80,7 +88,7 @@ class AnswerFormat:
         rules.add("start", f"{before} answers")
         return rules.text()
 
-    def _add_calls(self, rules: Rules) -> str:
+    def _add_calls(self, rules: GrammarRules) -> str:
         tools = [self._enforced(tool) for tool in self.tools]
         frame, allows_several = self.tool_format.frame, self.allows_several
         if self.needs_call or self.schema is not None:

@@ -49,7 +49,7 @@ class CallNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BlockProgress:
     """What a block found out about the text since its mark."""
 
     parts: list[AnswerPart] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Progress:
     """Whether those characters are content, because they are no calls."""
 
 
-_WAIT = Progress()
+_WAIT = BlockProgress()
 
 
 class CallBlock(Protocol):
@@ -69,11 +69,11 @@ class CallBlock(Protocol):
     closers: tuple[str, ...]
     """What is skipped behind it."""
 
-    def read(self, text: str) -> Progress:
+    def read(self, text: str) -> BlockProgress:
         """``text`` is all since the mark. That of the next call has more at its end."""
         ...
 
-    def end(self, text: str) -> Progress:
+    def end(self, text: str) -> BlockProgress:
         """The answer ended, and ``text`` is all since the mark."""
         ...
 
@@ -89,10 +89,10 @@ class FreeBlock:
         self._scanner = BracketScanner("\"'" if syntax.value == "python" else '"')
         self._scanned = 0
 
-    def end(self, text: str) -> Progress:
-        return Progress(length=len(text), is_content=True)
+    def end(self, text: str) -> BlockProgress:
+        return BlockProgress(length=len(text), is_content=True)
 
-    def read(self, text: str) -> Progress:
+    def read(self, text: str) -> BlockProgress:
         fits = 0
         for header in self._syntax.headers:
             match = match_header(header, text)
@@ -101,9 +101,9 @@ class FreeBlock:
             if not isinstance(match, Mismatch):
                 return self._read_value(text, match.value_begin, match.name)
             fits = max(fits, match.length)
-        return Progress(length=fits, is_content=True)
+        return BlockProgress(length=fits, is_content=True)
 
-    def _read_value(self, text: str, begin: int, name: str | None) -> Progress:
+    def _read_value(self, text: str, begin: int, name: str | None) -> BlockProgress:
         terminator = self._syntax.terminator
         if terminator:
             value_end = text.find(terminator, max(begin, self._scanned - len(terminator)))
@@ -116,9 +116,9 @@ class FreeBlock:
         try:
             calls = self._calls(text[begin:value_end], name)
         except NoCallError:
-            return Progress(length=end, is_content=True)
+            return BlockProgress(length=end, is_content=True)
         parts = [part for call in calls for part in self._numbers.whole(call)]
-        return Progress(parts, end)
+        return BlockProgress(parts, end)
 
     def _calls(self, value: str, name: str | None) -> list[WrittenCall]:
         if self._syntax.value == "xml":
@@ -148,7 +148,7 @@ class EnforcedBlock:
         """Where the arguments of the call begin."""
         self._scanner = BracketScanner()
 
-    def read(self, text: str) -> Progress:
+    def read(self, text: str) -> BlockProgress:
         parts: list[AnswerPart] = []
         while True:
             if self._call is None:
@@ -159,7 +159,7 @@ class EnforcedBlock:
                 name_begin = self._position + len(before)
                 name_end = text.find(self._frame.after_name, name_begin)
                 if name_end < 0:
-                    return Progress(parts)
+                    return BlockProgress(parts)
                 self._call = self._numbers.start(text[name_begin:name_end])
                 parts.append(self._call)
                 self._begin = self._position = name_end + len(self._frame.after_name)
@@ -170,19 +170,19 @@ class EnforcedBlock:
             if written:
                 parts.append(CallArguments(self._call.index, written))
             if end < 0:
-                return Progress(parts)
+                return BlockProgress(parts)
             self._call = None
             frame = self._frame
             self._before_name = frame.after_arguments + frame.between + frame.before_name
 
-    def _done(self, parts: list[AnswerPart]) -> Progress:
+    def _done(self, parts: list[AnswerPart]) -> BlockProgress:
         if self._position == 0:
-            return Progress(length=0, is_content=True)
-        return Progress(parts, self._position + len(self._frame.after_arguments))
+            return BlockProgress(length=0, is_content=True)
+        return BlockProgress(parts, self._position + len(self._frame.after_arguments))
 
-    def end(self, text: str) -> Progress:
+    def end(self, text: str) -> BlockProgress:
         """A part of the frame that was cut off is no content."""
-        return Progress(length=len(text), is_content=self._position == 0)
+        return BlockProgress(length=len(text), is_content=self._position == 0)
 
 
 class CallReader:
@@ -247,7 +247,7 @@ class CallReader:
         self._take_content(parts, len(self._text) - partial_suffix(self._text, self._marks))
         return False
 
-    def _take(self, parts: list[AnswerPart], progress: Progress) -> bool:
+    def _take(self, parts: list[AnswerPart], progress: BlockProgress) -> bool:
         if progress.parts:
             self._has_calls = True
             self._space = ""

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 
-class Item(Enum):
+class HeaderItem(Enum):
     """A part of a ``Header`` that is no literal."""
 
     SPACE = "space"
@@ -21,9 +21,9 @@ class Item(Enum):
     """No text: the value begins here."""
 
 
-SPACE, NAME, WORD, VALUE = Item.SPACE, Item.NAME, Item.WORD, Item.VALUE
+SPACE, NAME, WORD, VALUE = HeaderItem.SPACE, HeaderItem.NAME, HeaderItem.WORD, HeaderItem.VALUE
 
-Header = tuple[str | Item, ...]
+Header = tuple[str | HeaderItem, ...]
 """What calls begin with. Of several headers at most one fits a text, since they differ before the
 place where the first of them is complete."""
 
@@ -54,7 +54,7 @@ def match_header(header: Header, text: str) -> HeaderMatch | Mismatch | None:
                 if len(part) < len(item):
                     return None
                 position += len(item)
-            case Item.VALUE:
+            case HeaderItem.VALUE:
                 value_begin = position
             case _:
                 begin = position
@@ -72,7 +72,7 @@ def match_header(header: Header, text: str) -> HeaderMatch | Mismatch | None:
     return HeaderMatch(value_begin, name)
 
 
-def _fits(item: Item, letter: str) -> bool:
+def _fits(item: HeaderItem, letter: str) -> bool:
     return letter.isspace() if item is SPACE else letter in _WORD_CHARS
 
 

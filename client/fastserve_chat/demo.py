@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fastserve_chat.demo_tools import CALCULATOR, CLOCK, NO_TOOL
+from fastserve_client.options import Message
 
-Message = Mapping[str, Any]
+from fastserve_chat.call_messages import assistant_message, function_call, tool_message
+from fastserve_chat.demo_tools import CALCULATOR, CLOCK, NO_TOOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,8 @@ class Demo:
 
 def call_messages(call_id: str, name: str, arguments: str, result: str) -> tuple[Message, Message]:
     """The messages of a call, whose arguments are JSON text, and of its result."""
-    function = {"name": name, "arguments": arguments}
-    call = {"id": call_id, "type": "function", "function": function}
-    return (
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call_id, "content": result},
-    )
+    call = function_call(call_id, name, arguments)
+    return assistant_message("", calls=[call]), tool_message(call_id, result)
 
 
 def _function(name: str, description: str, **properties: Any) -> dict[str, Any]:
@@ -112,4 +109,4 @@ def _examples() -> Iterator[Message]:
         told = f"{expression} = {result}" if expression else result
         yield {"role": "user", "content": question}
         yield from call_messages(f"example{number:02d}", name, json.dumps(arguments), told)
-        yield {"role": "assistant", "content": answer}
+        yield assistant_message(answer)

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastserve_client.options import Message
+
 from fastserve_chat.answer_format import AnswerFormat
-from fastserve_chat.demo import Demo, Message, call_messages
+from fastserve_chat.demo import Demo, call_messages
 from fastserve_chat.demo_tools import NO_TOOL, run_demo_tool
 from fastserve_chat.hermes_prompt import in_hermes_form, knows_tools
 from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, PartReader

@@ -22,7 +22,7 @@ _SPACE = r"/[ \n]{1,8}/"
 _ANYTHING = r"/(.|\n)*/"
 
 
-class Rules:
+class GrammarRules:
     """The rules of one grammar. Some of them are always there."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def add_reasoning(rules: Rules, marks: ReasoningFormat, is_opened: bool) -> str:
+def add_reasoning(rules: GrammarRules, marks: ReasoningFormat, is_opened: bool) -> str:
     """The reasoning before an answer, with the white space behind it."""
     without = f" & ~/(.|\\n)*{marks.not_inside}(.|\\n)*/" if marks.not_inside else ""
     rules.add("THOUGHT", f"{_ANYTHING}{without}")
@@ -58,7 +58,12 @@ def add_reasoning(rules: Rules, marks: ReasoningFormat, is_opened: bool) -> str:
 
 
 def add_calls(
-    rules: Rules, frame: CallFrame, tools: Sequence[Tool], *, allows_several: bool, skips: str = ""
+    rules: GrammarRules,
+    frame: CallFrame,
+    tools: Sequence[Tool],
+    *,
+    allows_several: bool,
+    skips: str = "",
 ) -> str:
     """One call or more.
 
@@ -83,7 +88,7 @@ def add_calls(
 
 
 def add_calls_or_text(
-    rules: Rules,
+    rules: GrammarRules,
     frame: CallFrame,
     tools: Sequence[Tool],
     *,

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastserve_client.options import Message
+
 _INSTRUCTIONS = """\
 You can call these tools. Each line describes one in JSON.
 <tools>
@@ -15,8 +17,6 @@ To call a tool, write its name and its arguments in JSON, in this form:
 <tool_call>
 {{"name": "the name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>"""
-
-Message = Mapping[str, Any]
 
 
 def knows_tools(template: str) -> bool:

@@ -75,32 +75,6 @@ def with_variables(variables: Mapping[str, Any], kwargs: Any) -> Any:
     return {**variables, **kwargs} if isinstance(kwargs, dict) else kwargs
 
 
-def assistant_message(
-    text: str, reasoning: str = "", calls: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
-    """An assistant's message, with ``calls`` as ``function_call`` makes them."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
-
-
-def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of a tool in an assistant's message. ``arguments`` is JSON text."""
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-def tool_message(call_id: str, output: str) -> dict[str, Any]:
-    """What a tool returned."""
-    return {"role": "tool", "tool_call_id": call_id, "content": output}
-
-
 def join_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Joins the system messages at the beginning to one: most templates take only one."""
     rest = list(dropwhile(lambda one: one["role"] == "system", messages))
@@ -123,3 +97,15 @@ def got_type(item: Any) -> str:
     """Which kind of item or part it is, for a message; what it has may be a prompt."""
     kind = item.get("type") if isinstance(item, dict) else None
     return f"got type {kind[:_MAX_TYPE_CHARS]!r}" if isinstance(kind, str) else "got no type"
+
+
+def text_field(item: Mapping[str, Any], name: str, path: str) -> str:
+    """A field that must be text. Raises ApiError (400).
+
+    Args:
+        path: of the item in the request.
+    """
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{path}.{name}", "must be text")
+    return value

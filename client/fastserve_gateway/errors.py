@@ -15,6 +15,7 @@ from fastserve_client.errors import (
     ClientError,
     ContextLengthExceeded,
     InvalidRequest,
+    RequestTimeout,
     ServerOverloaded,
     ServerUnavailable,
 )
@@ -167,7 +168,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
         return ApiError(503, "the gateway is shutting down and could not finish the request")
     # Other messages may name addresses and files, which are not for clients.
     logger.warning("a job failed: %s: %s", type(error).__name__, error)
-    if isinstance(error, ServerUnavailable):
+    if isinstance(error, ServerUnavailable | RequestTimeout):
         return ApiError(503, "the model server takes no requests now")
     return ApiError(500, "the model server failed the request")
 

@@ -13,7 +13,7 @@ from fastserve_gateway.answer import named_event
 from fastserve_gateway.block_answer import Block, BlockAnswer
 from fastserve_gateway.errors import ApiError
 from fastserve_gateway.jobs import CompletionJob
-from fastserve_gateway.messages_schema import NAMES, MessagesRequest
+from fastserve_gateway.messages_schema import MESSAGES_FIELDS, MessagesRequest
 from fastserve_gateway.model_formats import ModelFormats
 
 _DELTAS = {
@@ -28,7 +28,7 @@ class MessagesAnswer(BlockAnswer):
     """A message of the assistant, with blocks of text, thinking and tool use."""
 
     def __init__(self, request: MessagesRequest, formats: ModelFormats) -> None:
-        super().__init__(request.chat, formats, NAMES, request.template_variables())
+        super().__init__(request.chat, formats, MESSAGES_FIELDS, request.template_variables())
         self._request = request
         self._id = f"msg_{uuid.uuid4().hex}"
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fastserve_gateway.chat_conversion import (
-    PARAGRAPH,
-    assistant_message,
-    function_call,
-    got_type,
-    tool_message,
-)
+from fastserve_chat.call_messages import assistant_message, function_call, tool_message
+
+from fastserve_gateway.chat_conversion import PARAGRAPH, got_type, text_field
 from fastserve_gateway.errors import invalid
 
 _ROLES = ("user", "assistant", "system")
@@ -50,13 +46,13 @@ def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
         place = f"{path}.{index}"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "thinking":
-            thoughts.append(_string(block, "thinking", place))
+            thoughts.append(text_field(block, "thinking", place))
         elif kind == "tool_use":
             if not isinstance(block.get("input"), dict):
                 raise invalid(f"{place}.input", "must be an object")
             arguments = json.dumps(block["input"], ensure_ascii=False)
-            name = _string(block, "name", place)
-            calls.append(function_call(_string(block, "id", place), name, arguments))
+            name = text_field(block, "name", place)
+            calls.append(function_call(text_field(block, "id", place), name, arguments))
         elif kind != _UNREADABLE:
             texts.append(_text(block, place))
     return assistant_message(PARAGRAPH.join(texts), PARAGRAPH.join(thoughts), calls)
@@ -74,7 +70,7 @@ def _others(role: str, blocks: list[Any], path: str) -> list[dict[str, Any]]:
             messages.append({"role": role, "content": PARAGRAPH.join(texts)})
             texts = []
         output = joined_blocks(block.get("content") or "", f"{place}.content")
-        messages.append(tool_message(_string(block, "tool_use_id", place), output))
+        messages.append(tool_message(text_field(block, "tool_use_id", place), output))
     if texts or not blocks:
         messages.append({"role": role, "content": PARAGRAPH.join(texts)})
     return messages
@@ -91,11 +87,4 @@ def _blocks(content: Any, path: str) -> list[Any]:
 def _text(block: Any, path: str) -> str:
     if not isinstance(block, dict) or block.get("type") != "text":
         raise invalid(path, f"{got_type(block)}; not supported here; must be text")
-    return _string(block, "text", path)
-
-
-def _string(block: dict[str, Any], name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise invalid(f"{path}.{name}", "must be text")
-    return value
+    return text_field(block, "text", path)

@@ -24,7 +24,7 @@ from fastserve_gateway.messages_input import conversation, joined_blocks
 from fastserve_gateway.schemas import ChatRequest, RequestBody, ServiceTier
 from fastserve_gateway.strict_fields import StrictFields
 
-NAMES = FieldNames(
+MESSAGES_FIELDS = FieldNames(
     (
         (r"messages\b.*", "messages"),
         (r"stop\b", "stop_sequences"),
@@ -74,7 +74,7 @@ class ConversationRequest(RequestBody):
 
     @model_validator(mode="after")
     def _build_chat(self) -> ConversationRequest:
-        self._chat = chat_request(self._chat_fields(), NAMES)
+        self._chat = chat_request(self._chat_fields(), MESSAGES_FIELDS)
         return self
 
     @property
@@ -91,7 +91,7 @@ class ConversationRequest(RequestBody):
         names = [name for name in super().unknown_fields() if name not in known]
         for prefix, part in (("thinking", self.thinking), ("output_config", self.output_config)):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
-        return [*names, *map(NAMES.of, self._chat.unknown_fields())]
+        return [*names, *map(MESSAGES_FIELDS.of, self._chat.unknown_fields())]
 
     def template_variables(self) -> TemplateVariables:
         found: TemplateVariables = {}

@@ -35,6 +35,8 @@ from fastserve_gateway.schemas import ChatRequest
 AUTO, NONE = "auto", "none"
 _KEPT_S = 60.0
 """How long a description counts: the server may start anew, with another model."""
+_DESCRIBE_TIMEOUT_S = 30.0
+"""A server that works answers at once. Requests that wait for it hold their bodies."""
 _ONE_CALL = "single tool-calls"
 """Templates of Llama 3 refuse a history with more, and say so."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -197,7 +199,7 @@ class DescribedFormats:
     async def current(self) -> ModelFormats:
         """Raises ClientError: the server does not answer."""
         if self._formats is None or time.monotonic() - self._asked_s > _KEPT_S:
-            model = await self.client.describe()
+            model = await self.client.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
             self._formats = ModelFormats.of(model.template_with_tools, self.names)
             self._asked_s = time.monotonic()
         return self._formats

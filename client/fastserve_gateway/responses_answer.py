@@ -7,17 +7,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from fastserve_chat.call_messages import assistant_message, function_call
 from fastserve_client.options import ServiceOptions
 from fastserve_client.results import TokenLogprob
 
 from fastserve_gateway.answer import named_event
 from fastserve_gateway.block_answer import Block, BlockAnswer
 from fastserve_gateway.chat import token_logprobs
-from fastserve_gateway.chat_conversion import assistant_message, function_call
 from fastserve_gateway.errors import ApiError
 from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.model_formats import ModelFormats
-from fastserve_gateway.responses_schema import NAMES, ResponsesRequest
+from fastserve_gateway.responses_schema import RESPONSES_FIELDS, ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest
 
 _ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -44,7 +44,7 @@ class ResponsesAnswer(BlockAnswer):
         session_id: str | None,
         on_response: OnResponse | None,
     ) -> None:
-        super().__init__(chat, formats, NAMES, request.template_variables())
+        super().__init__(chat, formats, RESPONSES_FIELDS, request.template_variables())
         self._request = request
         self._id = _new_id("resp")
         self._session_id = session_id

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastserve_gateway.chat_conversion import (
-    assistant_message,
-    function_call,
-    got_type,
-    tool_message,
-)
+from fastserve_chat.call_messages import assistant_message, function_call, tool_message
+
+from fastserve_gateway.chat_conversion import got_type, text_field
 from fastserve_gateway.errors import invalid
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -53,13 +50,13 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], path: str) -
         field = "content" if item.get("content") else "summary"
         messages.append(assistant_message("", _text(parts, f"{path}.{field}")))
     elif kind == "function_call":
-        values = [_string(item, name, path) for name in ("call_id", "name", "arguments")]
+        values = [text_field(item, name, path) for name in ("call_id", "name", "arguments")]
         if not _continues(messages):
             messages.append(assistant_message(""))
         messages[-1].setdefault("tool_calls", []).append(function_call(*values))
     elif kind == "function_call_output":
         output = _text(item.get("output"), f"{path}.output")
-        messages.append(tool_message(_string(item, "call_id", path), output))
+        messages.append(tool_message(text_field(item, "call_id", path), output))
     else:
         raise invalid(
             path,
@@ -86,10 +83,3 @@ def _text(content: Any, path: str) -> str:
             raise invalid(f"{path}.{index}", f"{got_type(part)}; not supported; must be text")
         texts.append(text)
     return "".join(texts)
-
-
-def _string(item: dict[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise invalid(f"{path}.{name}", "must be text")
-    return value

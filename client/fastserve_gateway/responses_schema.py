@@ -25,7 +25,7 @@ from fastserve_gateway.schemas import ChatRequest, RequestBody
 from fastserve_gateway.strict_fields import StrictFields
 from fastserve_gateway.tool_fields import NOT_FINITE
 
-NAMES = FieldNames(
+RESPONSES_FIELDS = FieldNames(
     (
         (r"messages\b(\.\d+)*", "input"),
         (r"max_completion_tokens\b", "max_output_tokens"),
@@ -116,7 +116,7 @@ class ResponsesRequest(RequestBody):
                 extra.get("chat_template_kwargs"),
             ),
         }
-        self._chat = chat_request(fields, NAMES)
+        self._chat = chat_request(fields, RESPONSES_FIELDS)
         return self
 
     def chat(self, history: Sequence[Mapping[str, Any]]) -> ChatRequest:
@@ -135,7 +135,7 @@ class ResponsesRequest(RequestBody):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
         if self.truncation == "auto":
             names.append("truncation")
-        return [*names, *map(NAMES.of, self._chat.unknown_fields())]
+        return [*names, *map(RESPONSES_FIELDS.of, self._chat.unknown_fields())]
 
     def template_variables(self) -> TemplateVariables:
         effort = self.reasoning and self.reasoning.effort

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastserve_client.message_text import joined_text
 from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fastserve_gateway.chat_message import ChatMessage, fill_content, for_template
+from fastserve_gateway.list_fields import (
+    AllowedTokenIdsField,
+    BadWordsField,
+    LogitBiasField,
+    PromptField,
+    StopField,
+    StopTokenIdsField,
+)
 from fastserve_gateway.strict_fields import Body, StrictFields
 from fastserve_gateway.tool_fields import (
     MAX_TOOLS,
@@ -24,79 +32,17 @@ from fastserve_gateway.tool_fields import (
 
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
-MAX_LOGIT_BIASES = 300
-"""The limit of OpenAI and of the server."""
 MAX_TENANT_CHARS = 128
 """The server's limit. Names become labels of metrics before the server sees them."""
 MAX_LOGPROBS = 20
 """The server's limit."""
 MAX_SESSION_ID_CHARS = 128
 """The server's limit."""
-MAX_STOP_WORDS = 16
-MAX_STOP_TOKEN_IDS = 128
-"""The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to
-refuse them, other requests wait."""
-MAX_ALLOWED_TOKEN_IDS = 16384
-MAX_BAD_WORDS = 64
-
-# A field that may hold millions of values is checked as a whole, up to its first mistake. pydantic
-# would keep an error for each value, and for each member of a union.
-
-
-def _check_prompt(value: Any) -> Any:
-    if isinstance(value, str) or _all(int, value) or _all(str, value):
-        return value
-    if _all(list, value) and all(value) and _all(int, list(chain.from_iterable(value))):
-        return value
-    raise ValueError("must be text, token ids, or a list of at least one of them")
-
-
-def _check_stop(value: Any) -> Any:
-    if value is None or isinstance(value, str) or _is_short(str, value, MAX_STOP_WORDS):
-        return value
-    raise ValueError(f"must be text or a list of at most {MAX_STOP_WORDS} texts")
-
-
-def _check_token_ids(value: Any) -> Any:
-    if value is None or type(value) is int or _is_short(int, value, MAX_STOP_TOKEN_IDS):
-        return value
-    raise ValueError(f"must be a token id or a list of at most {MAX_STOP_TOKEN_IDS} of them")
-
-
-def _check_allowed(value: Any) -> Any:
-    if value is None or (_all(int, value) and len(value) <= MAX_ALLOWED_TOKEN_IDS):
-        return value
-    raise ValueError(f"must be a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, or left out")
-
-
-def _check_bad_words(value: Any) -> Any:
-    if value is None or _is_short(str, value, MAX_BAD_WORDS):
-        return value
-    raise ValueError(f"must be a list of at most {MAX_BAD_WORDS} texts")
 
 
 def _without_false(value: Any) -> Any:
     """``logprobs`` is a flag for chat and a number for completions; false is both's default."""
     return None if value is False else value
-
-
-def _check_biases(value: Any) -> Any:
-    if value is None or (
-        isinstance(value, dict)
-        and len(value) <= MAX_LOGIT_BIASES
-        and set(map(type, value.values())) <= {int, float}
-    ):
-        return value
-    raise ValueError(f"must give at most {MAX_LOGIT_BIASES} token ids a number each")
-
-
-def _is_short(kind: type, value: Any, most: int) -> bool:
-    return value == [] or (_all(kind, value) and len(value) <= most)
-
-
-def _all(kind: type, value: Any) -> bool:
-    # A bool is an int to Python, but no token. There may be millions, so no Python runs for each.
-    return isinstance(value, list) and set(map(type, value)) == {kind}
 
 
 _OTHER_FORM = (
@@ -245,14 +191,14 @@ class _GenerationRequest(RequestBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
-    stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
+    stop: StopField = None
+    stop_token_ids: StopTokenIdsField = None
     ignore_eos: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
-    allowed_token_ids: Annotated[list[int] | None, PlainValidator(_check_allowed)] = None
-    bad_words: Annotated[list[str] | None, PlainValidator(_check_bad_words)] = None
+    logit_bias: LogitBiasField = None
+    allowed_token_ids: AllowedTokenIdsField = None
+    bad_words: BadWordsField = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
@@ -358,7 +304,7 @@ class _GenerationRequest(RequestBody):
 class CompletionRequest(_GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_check_prompt)]
+    prompt: PromptField
     logprobs: Annotated[int | None, BeforeValidator(_without_false)] = None
     echo: bool | None = None
 

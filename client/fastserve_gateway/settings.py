@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastserve_client.errors import InvalidRequest
 
@@ -26,7 +26,7 @@ class GatewaySettings:
     """Most answers to one request: prompts times ``n``."""
     max_stored_bytes: int
     """The bytes of all stored responses; 0 stores none."""
-    formats: FormatNames = FormatNames()  # noqa: RUF009
+    formats: FormatNames = field(default_factory=FormatNames)
 
     def __post_init__(self) -> None:
         if self.max_held_bytes < self.max_body_bytes:

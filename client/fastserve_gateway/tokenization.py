@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 from fastserve_client import protocol
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.options import ChatTemplateOptions, Message
 from fastserve_client.results import Tokenization
-from pydantic import PlainValidator, PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, model_validator
 
-from fastserve_gateway.errors import from_validation
+from fastserve_gateway.chat_conversion import FieldNames, chat_request
+from fastserve_gateway.list_fields import TokensField
 from fastserve_gateway.model_formats import DescribedFormats, ModelFormats
 from fastserve_gateway.schemas import ChatRequest
 from fastserve_gateway.strict_fields import Body
 
 _CHAT_FIELDS = ("messages", *protocol.CHAT_OPTIONS)
-
-
-def _check_tokens(value: Any) -> Any:
-    # There may be millions, so no Python runs for each. A bool is an int to Python, but no token.
-    if isinstance(value, list) and set(map(type, value)) == {int}:
-        return value
-    raise ValueError("must be a list of at least one token id")
 
 
 class TaskBody(Body):
@@ -55,10 +49,7 @@ class TokenizeRequest(TaskBody):
             raise ValueError("prompt: exactly one of prompt and messages is required")
         if self.messages is not None:
             fields = {name: getattr(self, name) for name in _CHAT_FIELDS}
-            try:
-                self._chat = ChatRequest.model_validate({"model": self.model or "", **fields})
-            except ValidationError as error:
-                raise from_validation(error) from None
+            self._chat = chat_request({"model": self.model or "", **fields}, FieldNames(()))
         return self
 
     @property
@@ -77,7 +68,7 @@ class TokenizeRequest(TaskBody):
 class DetokenizeRequest(TaskBody):
     """Body of ``POST /detokenize``."""
 
-    tokens: Annotated[list[int], PlainValidator(_check_tokens)]
+    tokens: TokensField
 
     def field_names(self) -> dict[str, str]:
         return {protocol.INPUT_IDS: "tokens"}

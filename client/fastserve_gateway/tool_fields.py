@@ -106,7 +106,7 @@ def check_tools(tools: list[FunctionTool], choice: str | dict[str, Any] | None) 
     """Raises ValueError, with the field's name before a colon."""
     dumped = [tool.model_dump(exclude_unset=True) for tool in tools]
     try:
-        num_bytes = len(json.dumps(dumped, allow_nan=False))
+        num_bytes = len(json.dumps(dumped, ensure_ascii=False, allow_nan=False).encode())
     except ValueError:
         raise ValueError(f"tools: {NOT_FINITE}") from None
     if num_bytes > MAX_TOOLS_BYTES:

@@ -8,7 +8,7 @@ import sys
 
 DEADLINE_S = 60.0
 _CHAT = """
-from fastserve_client.chat import chat_in_terminal
+from fastserve_chat.terminal_chat import chat_in_terminal
 raise SystemExit(chat_in_terminal(url="grpc://127.0.0.1:1", system=None, timeout_s=5.0))
 """
 

@@ -16,7 +16,14 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
+from fastserve_client.errors import (
+    ClientError,
+    InvalidRequest,
+    RequestTimeout,
+    ServerUnavailable,
+    error_from_http,
+    error_from_status,
+)
 from fastserve_client.key_file import read_key_file
 from fastserve_gateway.answer import event
 from fastserve_gateway.app import create_app
@@ -238,6 +245,11 @@ def test_refusals_on_the_way_name_no_address(error: InvalidRequest, status: int)
     assert shown.status == status
     assert shown.body["error"]["param"] is None
     assert "10.0.0.7" not in json.dumps(shown.body)
+
+
+@pytest.mark.parametrize("error", [ServerUnavailable("x"), RequestTimeout("x")])
+def test_a_server_that_does_not_answer_is_unavailable(error: ClientError) -> None:
+    assert from_client_error(error, {}).status == 503
 
 
 def test_refusals_of_a_field_name_it() -> None:

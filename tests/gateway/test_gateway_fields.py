@@ -131,6 +131,12 @@ def test_fields_that_change_the_answer_are_refused(schema: Any, name: str, value
     assert "secret" not in error["message"]
 
 
+def test_the_size_of_tools_is_counted_in_bytes() -> None:
+    function = {"name": "f", "description": "é" * 140_000}
+    error = refusal(ChatRequest, tools=[{"type": "function", "function": function}])
+    assert error["message"].startswith("tools: got 280")
+
+
 def test_completions_have_no_tools() -> None:
     tools = [{"type": "function", "function": {"name": "secret"}}]
     error = refusal(CompletionRequest, tools=tools)

@@ -127,13 +127,19 @@ def drive(endpoints: Endpoints) -> Traffic:
 
 
 def scrape_of_every_state(metrics_url: str, streams: list[GrpcStream]) -> Scrape | None:
-    """The first scrape with running, waiting and swapped jobs; None if the streams end before."""
+    """The first scrape with running, waiting and swapped jobs in all gauges of load; None if the
+    streams end before. Gauges are published one after the other, and a scrape may fall between."""
     found: list[Scrape] = []
 
     def has_shown_or_ended() -> bool:
         now = Scrape(metrics_url)
         states = ("running", "waiting", "swapped")
-        if all(now.value("fastserve_jobs", state=state) > 0 for state in states):
+        if (
+            all(now.value("fastserve_jobs", state=state) > 0 for state in states)
+            and now.total("fastserve_queue_jobs") > 0
+            and now.value("fastserve_priority_jobs", priority="0") > 0
+            and now.value("fastserve_kv_blocks", tier="device", state="used") > 0
+        ):
             found.append(now)
         for stream in streams:
             stream.pending()
@@ -164,6 +170,7 @@ def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
             and now.total("fastserve_requests_rejected_total") == rejected
             and now.total("fastserve_jobs") == 0
             and now.total("fastserve_queue_jobs") == 0
+            and now.total("fastserve_priority_jobs") == 0
             # The last step's blocks are freed a moment after the job's end.
             and now.total("fastserve_kv_blocks", state="used") == 0
         )

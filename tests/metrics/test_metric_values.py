@@ -138,9 +138,6 @@ def test_gauges_show_the_load_and_return_to_idle(traffic: Traffic) -> None:
     during = traffic.during
     assert during.value("fastserve_jobs", state="running") <= MAX_NUM_SEQS
     assert during.total("fastserve_jobs") <= len(traffic.lengths)
-    assert during.total("fastserve_queue_jobs") > 0
-    assert during.value("fastserve_priority_jobs", priority="0") > 0
-    assert during.value("fastserve_kv_blocks", tier="device", state="used") > 0
     for scrape in (traffic.before, traffic.after):
         assert scrape.label_values("fastserve_jobs", "state") == {"running", "waiting", "swapped"}
         assert scrape.total("fastserve_jobs") == 0

@@ -7,8 +7,9 @@ is written by hand.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from fastserve_backend.config import EngineConfig
@@ -59,18 +60,22 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    limits = " and ".join(
-        f"{sign} {_number(getattr(limit, name))}"
-        for kind, name, sign in _SIGNS
-        for limit in field.metadata
-        if isinstance(limit, kind)
-    )
     kinds = ", ".join(
         [f"`{example}`" for example in field.examples]
         if field.examples
         else _alternatives(field.annotation)
     )
-    return f"{kinds} {limits}".rstrip()
+    return kinds + _limits(field.metadata)
+
+
+def _limits(metadata: Iterable[Any]) -> str:
+    limits = " and ".join(
+        f"{sign} {_number(getattr(limit, name))}"
+        for kind, name, sign in _SIGNS
+        for limit in metadata
+        if isinstance(limit, kind)
+    )
+    return f" {limits}" if limits else ""
 
 
 def _number(value: float) -> str:
@@ -81,6 +86,10 @@ def _alternatives(annotation: Any) -> list[str]:
     """The values that a field allows besides None: ``auto`` or a number, one of some words, …"""
     if annotation in _NAMES:
         return [_NAMES[annotation]]
+    if get_origin(annotation) is Annotated:
+        kind, *metadata = get_args(annotation)
+        limits = [limit for field in metadata for limit in field.metadata]
+        return [f"{name}{_limits(limits)}" for name in _alternatives(kind)]
     if get_args(annotation):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return [name for part in parts for name in _alternatives(part)]

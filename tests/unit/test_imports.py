@@ -92,7 +92,7 @@ FORBIDDEN = {
     BACKEND / "system": ("torch", "fastserve_client"),
     KERNELS: ("fastserve_backend", "fastserve_client"),
     CLIENT / "fastserve_client": ("torch", "fastserve_backend", "fastserve_kernels",
-                                  "fastserve_gateway", "fastserve_bench"),
+                                  "fastserve_chat", "fastserve_gateway", "fastserve_bench"),
     CLIENT / "fastserve_chat": ("torch", "fastapi", "pydantic", "fastserve_backend",
                                 "fastserve_kernels", "fastserve_gateway", "fastserve_bench"),
     CLIENT / "fastserve_gateway": ("torch", "fastserve_backend", "fastserve_kernels",
@@ -193,7 +193,7 @@ ENGINE_PACKAGES = {"torch", "huggingface_hub", "tokenizers", "safetensors", "ggu
 
 
 def test_the_gateway_needs_nothing_of_the_engine() -> None:
-    modules = "fastserve_backend.cli.app, fastserve_gateway.command, fastserve_client.chat"
+    modules = "fastserve_backend.cli.app, fastserve_gateway.command, fastserve_chat.terminal_chat"
     assert not ENGINE_PACKAGES & loaded_modules(f"import {modules}")
 
 

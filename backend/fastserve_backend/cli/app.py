@@ -179,7 +179,7 @@ def chat(
 
     Ctrl-C stops an answer, Ctrl-D ends the program. Messages can also come from a pipe, one a line.
     """
-    from fastserve_client.chat import chat_in_terminal
+    from fastserve_chat.terminal_chat import chat_in_terminal
 
     code = chat_in_terminal(
         url=url,

@@ -6,9 +6,8 @@ the host, and stays there when jobs need its device blocks. It is given up when 
 the next turn arrives, it gets the KV of the tokens that both begin with. From then on the turn is
 like a preempted job: it keeps its KV or is swapped as the policy wants.
 
-KV of the session that paused last is held longest. What KV is worth is the chance that its session
-returns soon, for each block. Pauses have long tails: the longer a session has paused, the longer it
-will still pause. So the least recent is worth least.
+KV of the session that paused last is held longest. Pauses have long tails: a session that has
+paused for long will probably pause for long still. So the least recent KV is worth least.
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ class HeldSessions:
 
     @property
     def num_idle(self) -> int:
-        """Device blocks that ``give_up`` can free at once."""
+        """Device blocks that ``free_device`` can free at once."""
         return self._tiers.held.idle_device - sum(
             self._tiers.device.num_held(number)
             for number in self._copy_sources

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.held_blocks import HeldBlocks, HeldJobs
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 
@@ -48,18 +49,6 @@ class Transfer:
     num_tokens: int
     """How many of the job's first tokens both tiers have when it ends, as far as layers with a
     window see them."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBlocks:
-    """Blocks of held KV."""
-
-    device: int = 0
-    idle_device: int = 0
-    """Those that no transfer and no step copies."""
-    idle_host: int = 0
-    host_alone: int = 0
-    """Host blocks of KV that is not on the device."""
 
 
 class TwoTierKV:
@@ -111,7 +100,7 @@ class TwoTierKV:
         self.away: set[int] = set()
         """Jobs that may not run: swapped out, or in a swap."""
         self._copies: dict[int, int] = {}  # job → its host blocks
-        self._held: dict[int, HeldBlocks] = {}  # of ended jobs whose KV is held
+        self._held = HeldJobs()
         self._num_of_kind = dict.fromkeys(TransferKind, 0)
         self.num_copies = 0
         """Host blocks of all jobs of ``has_copy``."""
@@ -119,8 +108,11 @@ class TwoTierKV:
         """Device blocks that the unfinished swap-outs will free."""
         self.num_in_transfer = 0
         """Blocks that the unfinished transfers copy."""
-        self.held = HeldBlocks()
+
+    @property
+    def held(self) -> HeldBlocks:
         """Blocks of all held KV."""
+        return self._held.total
 
     @property
     def longest_job(self) -> int:
@@ -312,7 +304,7 @@ class TwoTierKV:
     def hold(self, job_number: int) -> None:
         """The job ended. Its KV stays where it is until ``hand_over`` or ``release``. It must not
         be in a swap."""
-        self._held[job_number] = HeldBlocks()
+        self._held.set_blocks(job_number, HeldBlocks())
         self._update_facts(job_number)
 
     def is_idle(self, job_number: int) -> bool:
@@ -326,7 +318,7 @@ class TwoTierKV:
         The heir keeps all blocks; those behind its tokens are room to grow.
         """
         assert self.is_idle(job_number), "held KV is being copied"
-        self._forget_held(job_number)
+        self._held.remove(job_number)
         self.device.hand_over(job_number, heir)
         self.host.hand_over(job_number, heir)
         saved = self._saved.pop(job_number, 0)
@@ -357,7 +349,7 @@ class TwoTierKV:
             keys: for ``BlockPool.release`` of the device blocks. After a transfer no content is
                 kept.
         """
-        self._forget_held(job_number)
+        self._held.remove(job_number)
         if job_number in self._transfers or job_number in self._readers:
             self._ended[job_number] = () if job_number in self._transfers else keys
             self._update_facts(job_number)
@@ -402,14 +394,10 @@ class TwoTierKV:
         moving = {one.job_number for one in unfinished if one.kind is not TransferKind.WRITE_BACK}
         assert self.away == away | moving, "jobs that are away"
         copies = self._saved.keys() - away - self._transfers.keys() - self._ended.keys()
-        copies -= self._held.keys()
+        copies.difference_update(self._held)
         assert self.num_copies == sum(map(self.host.num_held, copies)), "copies on the host"
         assert self.away.isdisjoint(self._held), "held KV is in a swap"
-        held = [self._count_held(number) for number in self._held]
-        assert self.held.device == sum(one.device for one in held), "held on the device"
-        assert self.held.idle_device == sum(one.idle_device for one in held), "held and idle"
-        assert self.held.idle_host == sum(one.idle_host for one in held), "held on the host"
-        assert self.held.host_alone == sum(one.host_alone for one in held), "held there alone"
+        self._held.check({number: self._count_held(number) for number in self._held})
 
     def _update_facts(self, job_number: int) -> None:
         """The job's KV has moved: update the sets and sums over all jobs."""
@@ -434,12 +422,7 @@ class TwoTierKV:
 
     def _update_held(self, job_number: int) -> None:
         if job_number in self._held:
-            self._count_in(job_number, self._count_held(job_number))
-
-    def _forget_held(self, job_number: int) -> None:
-        if job_number in self._held:
-            self._count_in(job_number, HeldBlocks())
-            del self._held[job_number]
+            self._held.set_blocks(job_number, self._count_held(job_number))
 
     def _count_held(self, job_number: int) -> HeldBlocks:
         on_device = self.device.num_held(job_number)
@@ -450,16 +433,6 @@ class TwoTierKV:
             on_host,
             0 if on_device else on_host,
         )
-
-    def _count_in(self, job_number: int, now: HeldBlocks) -> None:
-        before, total = self._held[job_number], self.held
-        self.held = HeldBlocks(
-            total.device + now.device - before.device,
-            total.idle_device + now.idle_device - before.idle_device,
-            total.idle_host + now.idle_host - before.idle_host,
-            total.host_alone + now.host_alone - before.host_alone,
-        )
-        self._held[job_number] = now
 
     def _release_if_ended(self, job_number: int) -> None:
         is_used = job_number in self._transfers or job_number in self._readers

@@ -7,8 +7,6 @@ numpy arrays and strings, not Triton's objects.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,19 +15,29 @@ import numpy as np
 from fastserve_client import protocol
 from numpy.typing import NDArray
 
-from fastserve_backend.checkpoints.chat_options import MAX_TOOLS_CHARS, ChatOptions
+from fastserve_backend.checkpoints.chat_options import ChatOptions
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import ServiceLevel
-from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.serving.request_values import (
+    RequestValues,
+    json_value,
+    single_value,
+    tensor_value,
+    to_bool,
+    to_float,
+    to_int,
+    to_logit_bias,
+    to_object,
+    to_seconds,
+    to_structured_output,
+    to_text,
+    to_token_ids,
+    to_tools,
+    to_words,
+)
 
-GRPC_STATUS_HEADER = "triton_grpc_error"
-"""Header of a gRPC stream that wants errors as the status of the call. The server forwards it as a
-request parameter, because such a stream must be answered in another way."""
-
-# Enough for all stop words at their longest, and for little else.
-MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
 # Enough for a million tokens of escaped text. All other requests wait while JSON is read.
 MAX_MESSAGES_BYTES = 16 << 20
 
@@ -37,11 +45,6 @@ _MESSAGE_KEYS = (
     *("role", "content", "name", "tool_calls", "tool_call_id"),
     *("reasoning_content", "reasoning"),
 )
-
-_INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
-_BOOLEANS = {"true": True, "false": False}
-_ONLY_IN_REQUEST = (protocol.REQUEST_ID, GRPC_STATUS_HEADER)
-_SPECS = {spec.name: spec for spec in protocol.INPUTS}
 
 _TASK_FIELDS: dict[str, tuple[str, ...]] = {
     protocol.DESCRIBE: (),
@@ -104,9 +107,9 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
     prompt = _prompt(tensors, protocol.PROMPTS)
     if prompt.text == "":
         raise InvalidRequestError(protocol.TEXT_INPUT, "", "must not be empty")
-    values = _Values(tensors, parameters)
+    values = RequestValues(tensors, parameters)
     stream = values.boolean(protocol.STREAM)
-    exclude_input = values.get(protocol.EXCLUDE_INPUT_IN_OUTPUT, _to_bool)
+    exclude_input = values.get(protocol.EXCLUDE_INPUT_IN_OUTPUT, to_bool)
     answer_only = protocol.STREAM if stream else protocol.MESSAGES if prompt.messages else None
     if answer_only is not None and exclude_input is False:
         raise InvalidRequestError(
@@ -129,13 +132,13 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
             values, return_logprobs or return_cumulative_logprob, return_prompt_logprobs
         ),
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
-        truncate_prompt_tokens=values.get(protocol.TRUNCATE_PROMPT_TOKENS, _to_int),
+        truncate_prompt_tokens=values.get(protocol.TRUNCATE_PROMPT_TOKENS, to_int),
         service=ServiceLevel(
-            priority=values.get(protocol.PRIORITY, _to_int) or 0,
-            ttft_slo_s=values.get(protocol.TTFT_SLO_MS, _to_seconds),
-            tpot_slo_s=values.get(protocol.TPOT_SLO_MS, _to_seconds),
-            tenant=values.get(protocol.TENANT, _to_text) or "",
-            session_id=values.get(protocol.SESSION_ID, _to_text) or "",
+            priority=values.get(protocol.PRIORITY, to_int) or 0,
+            ttft_slo_s=values.get(protocol.TTFT_SLO_MS, to_seconds),
+            tpot_slo_s=values.get(protocol.TPOT_SLO_MS, to_seconds),
+            tenant=values.get(protocol.TENANT, to_text) or "",
+            session_id=values.get(protocol.SESSION_ID, to_text) or "",
         ),
         return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
         return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),
@@ -146,7 +149,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         return_prompt_logprobs=return_prompt_logprobs,
         return_prompt_tokens=values.boolean(protocol.RETURN_PROMPT_TOKENS),
         return_perf_metrics=values.boolean(protocol.RETURN_PERF_METRICS),
-        request_id=values.get(protocol.REQUEST_ID, _to_text) or "",
+        request_id=values.get(protocol.REQUEST_ID, to_text) or "",
     )
 
 
@@ -159,14 +162,14 @@ def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float 
     name = protocol.WATCH_INTERVAL_MS
     if name not in tensors:
         return None
-    values = _Values(tensors, parameters)
+    values = RequestValues(tensors, parameters)
     for other in values.given():
         if other not in (name, protocol.STREAM):
             allowed = f"only {protocol.STREAM} may be given beside it"
             raise InvalidRequestError(f"{other}, {name}", f"{other} and {name}", allowed)
     if not values.boolean(protocol.STREAM):
         raise InvalidRequestError(protocol.STREAM, False, f"must be true with {name}")
-    interval_ms = _to_int(name, _from_tensor(name, tensors[name]))
+    interval_ms = to_int(name, tensor_value(name, tensors[name]))
     low, high = protocol.MIN_WATCH_INTERVAL_MS, protocol.MAX_WATCH_INTERVAL_MS
     if not low <= interval_ms <= high:
         raise InvalidRequestError(name, interval_ms, f"must be from {low} to {high}")
@@ -208,12 +211,12 @@ def decode_task(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Task | 
     """
     if protocol.TASK not in tensors:
         return None
-    task = _to_text(protocol.TASK, _single(protocol.TASK, tensors[protocol.TASK]))
+    task = to_text(protocol.TASK, single_value(protocol.TASK, tensors[protocol.TASK]))
     if task not in _TASK_FIELDS:
         allowed = "must be one of " + ", ".join(_TASK_FIELDS)
         raise InvalidRequestError(protocol.TASK, task, allowed)
     fields = _TASK_FIELDS[task]
-    values = _Values(tensors, parameters, _TASK_KEYS)
+    values = RequestValues(tensors, parameters, _TASK_KEYS)
     for name in values.given():
         if name not in fields and name not in _ANY_TASKS_FIELDS:
             allowed = f"not with the task {task}, which takes {', '.join(fields) or 'nothing'}"
@@ -252,12 +255,12 @@ def _prompt(tensors: Mapping[str, NDArray[Any]], names: Sequence[str]) -> _Promp
         if tensor.size == 0:
             raise InvalidRequestError(name, [], "at least one token id is required")
         return _Prompt(input_ids=tensor.reshape(-1))
-    encoded = _single(name, tensor)
+    encoded = single_value(name, tensor)
     if name == protocol.MESSAGES and len(encoded) > MAX_MESSAGES_BYTES:
         raise InvalidRequestError(
             name, f"{len(encoded)} bytes", f"at most {MAX_MESSAGES_BYTES} bytes"
         )
-    text = _to_text(name, encoded)
+    text = to_text(name, encoded)
     if name == protocol.MESSAGES:
         return _Prompt(messages=_messages(text))
     return _Prompt(text=text)
@@ -265,28 +268,28 @@ def _prompt(tensors: Mapping[str, NDArray[Any]], names: Sequence[str]) -> _Promp
 
 def _messages(text: str) -> list[Any]:
     """A conversation from JSON. The error quotes none of its text."""
-    messages = _from_json(text)
+    messages = json_value(text)
     if not isinstance(messages, list) or not messages:
         allowed = "must be a JSON list of at least one message"
         raise InvalidRequestError(protocol.MESSAGES, f"{len(text)} characters", allowed)
     return messages
 
 
-def _chat_options(values: _Values, prompt: _Prompt) -> ChatOptions:
+def _chat_options(values: RequestValues, prompt: _Prompt) -> ChatOptions:
     if prompt.messages is None:
         for name in protocol.CHAT_OPTIONS:
             if values.get(name, lambda name, value: value) is not None:
                 raise InvalidRequestError(name, "a value", f"only with {protocol.MESSAGES}")
     return ChatOptions(
-        tools=values.get(protocol.TOOLS, _to_tools),
-        kwargs=values.get(protocol.CHAT_TEMPLATE_KWARGS, _to_object),
-        add_generation_prompt=values.get(protocol.ADD_GENERATION_PROMPT, _to_bool),
+        tools=values.get(protocol.TOOLS, to_tools),
+        kwargs=values.get(protocol.CHAT_TEMPLATE_KWARGS, to_object),
+        add_generation_prompt=values.get(protocol.ADD_GENERATION_PROMPT, to_bool),
         continue_final_message=values.boolean(protocol.CONTINUE_FINAL_MESSAGE),
     )
 
 
-def _adds_special_tokens(values: _Values, prompt: _Prompt) -> bool:
-    given: bool | None = values.get(protocol.ADD_SPECIAL_TOKENS, _to_bool)
+def _adds_special_tokens(values: RequestValues, prompt: _Prompt) -> bool:
+    given: bool | None = values.get(protocol.ADD_SPECIAL_TOKENS, to_bool)
     if given and prompt.input_ids is not None:
         allowed = f"must be false or left out with {protocol.INPUT_IDS}"
         raise InvalidRequestError(protocol.ADD_SPECIAL_TOKENS, given, allowed)
@@ -303,12 +306,12 @@ def refuse_unknown_keys(messages: Sequence[Message]) -> None:
 
 
 def _sampling_params(
-    values: _Values, needs_logprobs: bool, needs_prompt_logprobs: bool
+    values: RequestValues, needs_logprobs: bool, needs_prompt_logprobs: bool
 ) -> SamplingParams:
-    num_logprobs = values.get(protocol.LOGPROBS, _to_int)
-    num_prompt_logprobs = values.get(protocol.PROMPT_LOGPROBS, _to_int)
-    stop = values.get(protocol.STOP_WORDS, _to_words)
-    other_stop = values.get(protocol.STOP, _to_words)
+    num_logprobs = values.get(protocol.LOGPROBS, to_int)
+    num_prompt_logprobs = values.get(protocol.PROMPT_LOGPROBS, to_int)
+    stop = values.get(protocol.STOP_WORDS, to_words)
+    other_stop = values.get(protocol.STOP, to_words)
     if stop and other_stop:
         raise InvalidRequestError(
             protocol.STOP, list(other_stop), f"{protocol.STOP_WORDS} is given too; give one of them"
@@ -331,199 +334,24 @@ def _sampling_params(
     )
 
 
-class _Values:
-    """One value for each name: from its tensor, else ``sampling_parameters``, else the request
-    parameters."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, NDArray[Any]],
-        parameters: str,
-        keys: Sequence[str] = protocol.PARAMETER_KEYS,
-    ) -> None:
-        """``keys`` may be in ``sampling_parameters`` and request parameters."""
-        unknown = [name for name in tensors if name not in _SPECS]
-        if unknown:
-            raise InvalidRequestError(unknown[0], "a tensor", "no input has this name")
-        self._tensors = tensors
-        sampling = _sampling_object(tensors.get(protocol.SAMPLING_PARAMETERS))
-        request = _json_object("parameters", parameters) if parameters else {}
-        self._sources = (sampling, request)
-        unknown = [key for key in sampling if key not in keys]
-        unknown += [key for key in request if key not in (*keys, *_ONLY_IN_REQUEST)]
-        if unknown:
-            value = sampling.get(unknown[0], request.get(unknown[0]))
-            allowed = "unknown parameter; allowed are " + ", ".join(keys)
-            raise InvalidRequestError(unknown[0], value, allowed)
-
-    def get(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
-        """The converted value; None: no source has one, or only JSON's null."""
-        tensor = self._tensors.get(name)
-        if tensor is not None:
-            return convert(name, _from_tensor(name, tensor))
-        for source in self._sources:
-            if source.get(name) is not None:
-                return convert(name, source[name])
-        return None
-
-    def given(self) -> list[str]:
-        """Names of all values, from all sources."""
-        keys = [key for source in self._sources for key in source if key != GRPC_STATUS_HEADER]
-        return [*self._tensors, *keys]
-
-    def boolean(self, name: str) -> bool:
-        return self.get(name, _to_bool) or False
-
-
-def _sampling_object(tensor: NDArray[Any] | None) -> dict[str, Any]:
-    if tensor is None:
-        return {}
-    name = protocol.SAMPLING_PARAMETERS
-    encoded = _single(name, tensor)
-    if len(encoded) > MAX_SAMPLING_PARAMETERS_BYTES:
-        allowed = f"at most {MAX_SAMPLING_PARAMETERS_BYTES} bytes"
-        raise InvalidRequestError(name, f"{len(encoded)} bytes", allowed)
-    return _json_object(name, _to_text(name, encoded))
-
-
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    value = _from_json(text)
-    if not isinstance(value, dict):
-        raise InvalidRequestError(name, text, "must be a JSON object")
-    return value
-
-
-def _from_json(text: str) -> Any:
-    """The value; None for invalid JSON. A leading byte order mark is ignored (RFC 8259, 8.1)."""
-    try:
-        return json.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _single(name: str, tensor: NDArray[Any]) -> Any:
-    # The server has checked the shape, but some releases do not check optional inputs.
-    if tensor.size != 1:
-        raise InvalidRequestError(name, f"{tensor.size} values", "must be one value")
-    return tensor.reshape(-1)[0]
-
-
-def _from_tensor(name: str, tensor: NDArray[Any]) -> Any:
-    if _SPECS[name].variable_length:
-        return list(tensor.reshape(-1))
-    value = _single(name, tensor)
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _to_text(name: str, value: Any) -> str:
-    """The text of a string, which is ``bytes`` in a tensor and ``str`` in JSON."""
-    try:
-        if isinstance(value, bytes):
-            return value.decode("utf-8")
-        if isinstance(value, str):
-            value.encode("utf-8")  # JSON can spell a lone surrogate, which no output could carry
-            return value
-    except UnicodeError:
-        raise InvalidRequestError(name, value, "must be valid UTF-8") from None
-    raise InvalidRequestError(name, value, "must be a string")
-
-
-def _to_int(name: str, value: Any) -> int:
-    if isinstance(value, str) and _INTEGER.fullmatch(value):
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise InvalidRequestError(name, value, "must be an integer")
-
-
-def _to_float(name: str, value: Any) -> float:
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            pass
-    raise InvalidRequestError(name, value, "must be a number")
-
-
-def _to_seconds(name: str, milliseconds: Any) -> float:
-    return _to_float(name, milliseconds) / 1e3
-
-
-def _to_bool(name: str, value: Any) -> bool:
-    if isinstance(value, str):
-        value = _BOOLEANS.get(value.lower(), value)
-    if isinstance(value, bool):
-        return value
-    raise InvalidRequestError(name, value, "must be true or false")
-
-
-def _to_words(name: str, value: Any) -> tuple[str, ...]:
-    words = value if isinstance(value, list) else [value]
-    return tuple(_to_text(name, word) for word in words)
-
-
-def _to_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """From a list, one token, or the JSON text of either: request parameters cannot be lists."""
-    found = _from_json(value) if isinstance(value, str) else value
-    token_ids = found if isinstance(found, list) else [value if found is None else found]
-    return tuple(_to_int(name, token_id) for token_id in token_ids)
-
-
-def _to_object(name: str, value: Any) -> dict[str, Any]:
-    """From a JSON object or its text: request parameters cannot be objects."""
-    if isinstance(value, str):
-        return _json_object(name, value)
-    if isinstance(value, dict):
-        return value
-    raise InvalidRequestError(name, value, "must be a JSON object")
-
-
-def _to_tools(name: str, value: Any) -> list[Any]:
-    """From a list or its text: request parameters cannot be lists."""
-    if isinstance(value, str) and len(value) > MAX_TOOLS_CHARS:  # before it takes time to read
-        allowed = f"at most {MAX_TOOLS_CHARS} characters of JSON"
-        raise InvalidRequestError(name, f"{len(value)} characters", allowed)
-    found = _from_json(value) if isinstance(value, str) else value
-    if not isinstance(found, list):
-        raise InvalidRequestError(name, value, "must be a JSON list")
-    return found
-
-
-def _to_structured_output(name: str, value: Any) -> StructuredOutput:
-    return StructuredOutput.of(_to_object(name, value))
-
-
-def _to_logit_bias(name: str, value: Any) -> dict[int, float]:
-    biases = _to_object(name, value)
-    if len(biases) > MAX_LOGIT_BIASES:  # before any of them is converted
-        raise InvalidRequestError(name, f"{len(biases)} tokens", f"at most {MAX_LOGIT_BIASES}")
-    converted = {
-        _to_int(name, token_id): _to_float(f"{name}[{token_id}]", bias)
-        for token_id, bias in biases.items()
-    }
-    if len(converted) < len(biases):
-        raise InvalidRequestError(name, "a token twice", "each token may be there once")
-    return converted
-
-
 # Fields of SamplingParams, in the order in which they are checked. It has the same names, and the
 # defaults.
 _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
-    protocol.MAX_TOKENS: _to_int,
-    protocol.MIN_TOKENS: _to_int,
-    protocol.TEMPERATURE: _to_float,
-    protocol.TOP_P: _to_float,
-    protocol.TOP_K: _to_int,
-    protocol.MIN_P: _to_float,
-    protocol.REPETITION_PENALTY: _to_float,
-    protocol.PRESENCE_PENALTY: _to_float,
-    protocol.FREQUENCY_PENALTY: _to_float,
-    protocol.SEED: _to_int,
-    protocol.STOP_TOKEN_IDS: _to_token_ids,
-    protocol.IGNORE_EOS: _to_bool,
-    protocol.SKIP_SPECIAL_TOKENS: _to_bool,
-    protocol.LOGIT_BIAS: _to_logit_bias,
-    protocol.ALLOWED_TOKEN_IDS: _to_token_ids,
-    protocol.BAD_WORDS: _to_words,
-    protocol.STRUCTURED_OUTPUT: _to_structured_output,
+    protocol.MAX_TOKENS: to_int,
+    protocol.MIN_TOKENS: to_int,
+    protocol.TEMPERATURE: to_float,
+    protocol.TOP_P: to_float,
+    protocol.TOP_K: to_int,
+    protocol.MIN_P: to_float,
+    protocol.REPETITION_PENALTY: to_float,
+    protocol.PRESENCE_PENALTY: to_float,
+    protocol.FREQUENCY_PENALTY: to_float,
+    protocol.SEED: to_int,
+    protocol.STOP_TOKEN_IDS: to_token_ids,
+    protocol.IGNORE_EOS: to_bool,
+    protocol.SKIP_SPECIAL_TOKENS: to_bool,
+    protocol.LOGIT_BIAS: to_logit_bias,
+    protocol.ALLOWED_TOKEN_IDS: to_token_ids,
+    protocol.BAD_WORDS: to_words,
+    protocol.STRUCTURED_OUTPUT: to_structured_output,
 }

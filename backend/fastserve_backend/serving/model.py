@@ -22,7 +22,6 @@ from fastserve_backend.errors import (
 )
 from fastserve_backend.length_prediction.prompt_text import last_user_words
 from fastserve_backend.serving.codec import (
-    GRPC_STATUS_HEADER,
     GenerateRequest,
     decode_request,
     decode_task,
@@ -32,6 +31,7 @@ from fastserve_backend.serving.codec import (
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.metrics import MetricsPublisher
 from fastserve_backend.serving.repository import ENGINE_FILE
+from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_backend.serving.streaming import (

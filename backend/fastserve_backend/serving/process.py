@@ -19,10 +19,10 @@ from typing import IO
 
 from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TENANT, TEXT_INPUT
 
-from fastserve_backend.serving.codec import GRPC_STATUS_HEADER
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
+from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
 logger = logging.getLogger(__name__)

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from fastserve_chat.demo_turn import DemoTurn
-from fastserve_chat.hermes_prompt import Message
-from fastserve_chat.parts import AnswerPart, Content, PartReader, Reasoning
-from fastserve_chat.plain import PlainReader
-
 from fastserve_client.client import FastServeClient, TokenStream
 from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.results import Chunk
 from fastserve_client.terminal import ExitCode, TextWriter, cannot_write
 
+from fastserve_chat.call_messages import assistant_message
+from fastserve_chat.demo_turn import DemoTurn
+from fastserve_chat.parts import AnswerPart, Content, PartReader, Reasoning
+from fastserve_chat.plain import PlainReader
+
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from fastserve_client.options import RequestOptions
+    from fastserve_client.options import Message, RequestOptions
 
 _FORGET = "/clear"
 _HELP = f"Ctrl-C stops an answer, Ctrl-D ends, {_FORGET} forgets the conversation."
@@ -151,8 +151,7 @@ def _take_turn(
         if not done or answer.code != ExitCode.OK:
             break
     told = [] if turn is None else turn.messages
-    text = {"role": "assistant", "content": answer.text}
-    return answer.code, [*told, text] if answer.text else []
+    return answer.code, [*told, assistant_message(answer.text)] if answer.text else []
 
 
 def _answer(

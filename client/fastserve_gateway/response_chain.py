@@ -58,9 +58,9 @@ class ResponseChains:
 
         def keep(
             response: Mapping[str, Any], message: Mapping[str, Any], session_id: str | None
-        ) -> None:
+        ) -> bool:
             messages = [*history, *body.input_messages(), message]
-            self._store.put(self._tenant, response, messages, session_id)
+            return self._store.put(self._tenant, response, messages, session_id)
 
         stores = self._store.is_on and body.store is not False
         return ResponsesAnswer(

@@ -47,17 +47,18 @@ class ResponseStore:
         response: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]],
         session_id: str | None,
-    ) -> None:
-        """Keeps the response, unless it is larger than the whole store."""
+    ) -> bool:
+        """Returns whether it keeps the response, which may be larger than the whole store."""
         values = [response, messages, session_id]
         text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
         if len(text) > self._max_bytes:
-            return
+            return False
         self._num_bytes += len(text)
         self._stored[tenant, response["id"]] = text
         while self._num_bytes > self._max_bytes:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= len(oldest)
+        return True
 
     def get(self, tenant: str | None, response_id: str) -> StoredResponse | None:
         """``None``: it is not there, or is another tenant's."""

@@ -22,9 +22,9 @@ from fastserve_gateway.schemas import ChatRequest
 
 _ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
-OnResponse = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], None]
+OnResponse = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], bool]
 """Called with a whole response, with it as a message of a conversation, and with the session of
-that."""
+that. Returns whether the response is stored."""
 
 
 class ResponsesAnswer(BlockAnswer):
@@ -148,7 +148,7 @@ class ResponsesAnswer(BlockAnswer):
         else:
             response = self._response("completed", completed_at=int(time.time()), **more)
         if self._on_response is not None:
-            self._on_response(response, self._message(), self._session_id)
+            response["store"] = self._on_response(response, self._message(), self._session_id)
         return response
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:

@@ -57,10 +57,15 @@ class ScriptedFormats(ModelFormats):
 FORMATS = ScriptedFormats("{% if enable_thinking %}", None, None)
 
 
-def keeper() -> tuple[list[tuple[Any, ...]], Callable[..., None]]:
+def keeper() -> tuple[list[tuple[Any, ...]], Callable[..., bool]]:
     """What is stored, and what stores it."""
     stored: list[tuple[Any, ...]] = []
-    return stored, lambda *values: stored.append(values)
+
+    def keep(*values: Any) -> bool:
+        stored.append(values)
+        return True
+
+    return stored, keep
 
 
 def responses_answer(keep: Any = None, **fields: Any) -> ResponsesAnswer:
@@ -212,6 +217,10 @@ def test_a_stored_response_as_a_message() -> None:
         "content": "Let me look.",
         "reasoning_content": "It is sunny?",
     }
+
+
+def test_a_response_that_the_store_has_no_room_for() -> None:
+    assert whole(responses_answer(lambda *_: False), WHOLE)["store"] is False
 
 
 def session(service: ServiceOptions, began: str | None, keep: Any) -> Any:

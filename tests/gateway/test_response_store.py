@@ -52,8 +52,8 @@ def test_the_least_recently_used_makes_room() -> None:
 
 def test_what_is_larger_than_the_store_pushes_nothing_out() -> None:
     store = ResponseStore(200)
-    store.put(None, response("small"), [], None)
-    store.put(None, response("large", "x" * 300), [], None)
+    assert store.put(None, response("small"), [], None)
+    assert not store.put(None, response("large", "x" * 300), [], None)
     assert store.get(None, "large") is None
     assert store.get(None, "small") is not None
     assert not ResponseStore(0).is_on

@@ -100,6 +100,11 @@ SERVER_FIELDS = {
 }
 """The server's field → the field of completions, where they differ."""
 
+_GRAMMAR = f"{protocol.STRUCTURED_OUTPUT}.grammar"
+# What the server says about a schema inside a grammar, whose text it quotes before and behind.
+_ABOUT_SCHEMA = re.compile(
+    r"got .*; at \d+\(\d+\): failed to compile JSON schema: (.*?)(?: 1 \| .*)?", re.DOTALL
+)
 
 # Types of pydantic's errors whose own messages name Python classes.
 _NO_OBJECT = ("model_type", "dict_type")
@@ -184,5 +189,8 @@ def _refused(message: str, fields: Mapping[str, str], code: str | None) -> ApiEr
         )
     name, _, rest = message.partition(": ")
     root = name.partition("[")[0]
+    # The client knows its schemas, but not the gateway's grammar.
+    if root == _GRAMMAR and root in fields and (about := _ABOUT_SCHEMA.fullmatch(rest)):
+        rest = about[1]
     param = fields.get(root, root) + name[len(root) :]
     return ApiError(400, f"{param}: {rest}", code=code, param=param)

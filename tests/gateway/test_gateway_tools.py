@@ -238,6 +238,15 @@ def test_what_is_wrong_is_named(client: OpenAI, fields: dict[str, Any], param: s
     assert refused.value.param == param
 
 
+def test_a_schema_that_no_grammar_has_is_refused_with_the_reason_alone(client: OpenAI) -> None:
+    """The grammar around it is the gateway's own."""
+    one_of = {"properties": {"a": {"oneOf": [{"type": "string"}, {"minLength": 1}]}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, tools=[tool(WEATHER), tool(TIME, parameters=one_of)], tool_choice="required")
+    assert refused.value.body["message"].startswith("tools: oneOf constraints are not supported.")
+    assert "|" not in refused.value.body["message"]
+
+
 def test_unknown_fields_of_tools_are_named(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         model="fastserve",

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from serving_client import used_blocks
-from waiting import wait_for
+from serving_client import wait_until_idle
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/requests.md", "docs/clients.md")
@@ -71,7 +70,7 @@ def test_the_offline_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_example_of_the_live_view_runs(endpoints: Endpoints) -> None:
-    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0)  # other tests' jobs have ended
+    wait_until_idle(endpoints)  # other tests' jobs have ended
     (code,) = blocks("docs/live_view.md")
     at_its_port = code.replace("FastServeClient()", f'FastServeClient("{endpoints.grpc_url}")')
     assert at_its_port != code

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import psutil
-from fastserve_backend.config import MOST_AUTO_SEQS
+from fastserve_backend.config_sections import MOST_AUTO_SEQS
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.iteration import LatencyModel

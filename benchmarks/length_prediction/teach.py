@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fastserve_backend.config import SchedulerSection
+from fastserve_backend.config_sections import SchedulerSection
 from fastserve_backend.length_prediction.encoder import Encoder
 from fastserve_backend.length_prediction.predictor import LengthPredictor
 

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
-from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.config_sections import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.loop_setup import KVMemory, MakePolicy
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad

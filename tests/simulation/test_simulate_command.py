@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.config import ParallelSection
+from fastserve_backend.config_sections import ParallelSection
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 from fastserve_backend.rank_protocol.link import Link
 

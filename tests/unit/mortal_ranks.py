@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from delayed_masks import DelayedMasks
 from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.engine.delivery import TextDelivery
 from fastserve_backend.errors import EngineError
 from fastserve_backend.kv_cache.costs import SwapCosts

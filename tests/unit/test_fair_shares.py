@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place, ServiceLevel
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled

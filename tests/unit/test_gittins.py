@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from fastserve_backend.config import Objective
+from fastserve_backend.config_sections import Objective
 from fastserve_backend.job import FinishReason, Job, Place
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.gittins import Gittins

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
-from fastserve_backend.config import ParallelSection
+from fastserve_backend.config_sections import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile

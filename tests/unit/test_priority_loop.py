@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import Round, RoundResult

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from collector import Collector
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind

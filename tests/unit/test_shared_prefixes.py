@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.round import StepVerdict
 from fastserve_backend.offers import OfferAnswer

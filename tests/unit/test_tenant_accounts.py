@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import count
 
 import pytest
-from fastserve_backend.config import TenantsSection
+from fastserve_backend.config_sections import TenantsSection
 from fastserve_backend.engine.tenant_accounts import TenantAccounts
 from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.job import Job, ServiceLevel

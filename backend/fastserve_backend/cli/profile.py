@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fastserve_backend.checkpoints.configured_model import load_configured_model
-from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.config_sections import START_TIMEOUT_S
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor

@@ -23,7 +23,8 @@ from rich.progress import Progress
 
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import DType, ModelConfig
-from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.config_sections import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.profile.hardware import find_hardware

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from fastserve_backend.config import TenantsSection
+from fastserve_backend.config_sections import TenantsSection
 from fastserve_backend.engine.tenant_accounts import TenantAccounts
 from fastserve_backend.errors import DrainingError, EngineError, OverloadedError
 from fastserve_backend.job import Job

@@ -18,7 +18,8 @@ from contextlib import ExitStack
 
 from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
 from fastserve_backend.checkpoints.generation_defaults import load_generation_defaults
-from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.config_sections import START_TIMEOUT_S
 from fastserve_backend.engine.admission import Admission
 from fastserve_backend.engine.delivery import TextDelivery
 from fastserve_backend.engine.loop_setup import LoopSetup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fastserve_backend.config import KVCacheSection, SchedulerSection
+from fastserve_backend.config_sections import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import Delivery, OnJobEnd
 from fastserve_backend.engine.masks import MaskSource
 from fastserve_backend.engine.step_loop import StepLoop

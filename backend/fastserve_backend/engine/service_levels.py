@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastserve_client import protocol
 
-from fastserve_backend.config import MAX_MS, EngineConfig
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.config_sections import MAX_MS
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import ServiceLevel
 

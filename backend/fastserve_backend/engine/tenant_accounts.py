@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fastserve_client import protocol
 
-from fastserve_backend.config import TenantsSection
+from fastserve_backend.config_sections import TenantsSection
 from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.job import Job
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from fastserve_backend.config import ParallelSection
+from fastserve_backend.config_sections import ParallelSection
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor.rank_processes import rank_environment
 from fastserve_backend.rank_protocol.cluster_keys import ClusterKeys

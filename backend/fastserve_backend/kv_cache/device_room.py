@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fastserve_backend.config import SwapStrategy
+from fastserve_backend.config_sections import SwapStrategy
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.holders import Holders, RoundState, RunningOrder
 from fastserve_backend.kv_cache.prefixes import Prefixes

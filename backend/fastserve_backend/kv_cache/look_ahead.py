@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import DeviceRoom

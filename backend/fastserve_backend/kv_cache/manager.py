@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Set
 
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import RoomParts

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice, takewhile
 
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.costs import SwapCosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.holders import Holders, RoundState

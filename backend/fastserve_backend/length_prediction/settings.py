@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fastserve_backend.checkpoints.hub import without_revision
-from fastserve_backend.config import EngineConfig, ModelConfigSection
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.config_sections import ModelConfigSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.system.cache_directory import cache_directory
 

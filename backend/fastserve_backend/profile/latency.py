@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from fastserve_backend.checkpoints.model_config import DType, ModelConfig
-from fastserve_backend.config import ParallelSection
+from fastserve_backend.config_sections import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link

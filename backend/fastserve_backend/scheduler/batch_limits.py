@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
-from fastserve_backend.config import SchedulerSection
+from fastserve_backend.config_sections import SchedulerSection
 from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes, IterationTimes
 
 # An iteration may take this share of slo_ms, which leaves a job the rest for the queue.

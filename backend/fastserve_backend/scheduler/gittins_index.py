@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fastserve_backend.config import Objective
+from fastserve_backend.config_sections import Objective
 from fastserve_backend.scheduler.length_distribution import Array, LengthDistribution
 
 # Bins of the extra time: how many decodes longer than a decode the job's next token takes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fastserve_backend.config import Objective
+from fastserve_backend.config_sections import Objective
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
 from fastserve_backend.scheduler.length_distribution import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fastserve_backend.config import SchedulerSection
+from fastserve_backend.config_sections import SchedulerSection
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastserve_backend.config import SchedulerSection
+from fastserve_backend.config_sections import SchedulerSection
 from fastserve_backend.job import Job
 
 # Most of the machine's time that turns may take until their jobs have a token. With more, overload

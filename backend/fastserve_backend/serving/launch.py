@@ -23,8 +23,8 @@ from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFA
 
 from fastserve_backend.checkpoints.hub import at_commit
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.config import START_TIMEOUT_S as ENGINE_START_TIMEOUT_S
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.config_sections import START_TIMEOUT_S as ENGINE_START_TIMEOUT_S
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.partition import share_of_kv
-from fastserve_backend.config import KVCacheSection
+from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline

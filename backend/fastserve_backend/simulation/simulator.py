@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastserve_bench.report.records import JobRecord
 from fastserve_bench.workload import TraceJob
 
-from fastserve_backend.config import KVCacheSection, SchedulerSection
+from fastserve_backend.config_sections import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import NewToken, OnJobEnd
 from fastserve_backend.engine.loop_setup import KVMemory, LoopSetup, MakePolicy
 from fastserve_backend.job import FinishReason, Job, ServiceLevel

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastserve_client.options import RequestOptions
+
 from fastserve_chat.call_reader import CallNumbers, enforced_calls, free_calls
 from fastserve_chat.grammar import (
     GrammarRules,
@@ -70,6 +72,15 @@ class AnswerFormat:
         if self.reasoning is None:
             return reader
         return ReasoningReader(self.reasoning, self.is_opened, reader)
+
+    def server_options(self) -> RequestOptions:
+        """The options of the server that this form needs."""
+        options = RequestOptions()
+        if (grammar := self.grammar()) is not None:
+            options["structured_output"] = {"grammar": grammar}
+        if self.shows_special_tokens:
+            options["skip_special_tokens"] = False
+        return options
 
     def grammar(self) -> str | None:
         """llguidance's Lark; None: no calls are enforced, and nothing comes before JSON."""

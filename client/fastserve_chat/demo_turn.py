@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fastserve_client.options import Message
+from fastserve_client.options import Message, RequestOptions
 
 from fastserve_chat.answer_format import AnswerFormat
 from fastserve_chat.demo import Demo, call_messages
@@ -24,7 +23,7 @@ _MOST_ROUNDS = 4
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     messages: Sequence[Message]
-    options: dict[str, Any]
+    options: RequestOptions
     """Options of the server. The user's own beat them."""
     reader: PartReader
 
@@ -70,11 +69,7 @@ class DemoTurn:
             reasoning=reasoning,
             is_opened=reasoning is not None and reasoning.is_opened(self._template, {}),
         )
-        options: dict[str, Any] = {}
-        if (grammar := form.grammar()) is not None:
-            options["structured_output"] = {"grammar": grammar}
-        if form.shows_special_tokens:
-            options["skip_special_tokens"] = False
+        options = form.server_options()
         if self._needs_no_tool:
             return TurnRequest(_without_calls(self._conversation), options, form.reader())
         messages = [*self._conversation, *self.messages]

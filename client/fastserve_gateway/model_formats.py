@@ -108,11 +108,7 @@ class ModelFormats:
         """All options but the seed, with the grammar that the request needs."""
         form = self._form(request)
         options = request.options()
-        grammar = form.grammar()
-        if grammar is not None:
-            options["structured_output"] = {"grammar": grammar}
-        if form.shows_special_tokens:
-            options["skip_special_tokens"] = False
+        options.update(form.server_options())
         if knows_tools(self.template) and _callable_tools(request):
             options["tools"] = _definitions(request)
         return options

@@ -3,11 +3,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from fastserve_gateway.app import create_app
+from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import RunningGateway
+from starlette.testclient import TestClient
 
 
 @pytest.fixture
 def client(gateway: RunningGateway) -> Iterator[OpenAI]:
     with gateway.client() as client:
+        yield client
+
+
+@pytest.fixture
+def alone() -> Iterator[TestClient]:
+    """A gateway without keys and without a server."""
+    with TestClient(create_app(settings()), base_url="http://127.0.0.1:9000") as client:
+        yield client
+
+
+@pytest.fixture
+def guarded() -> Iterator[TestClient]:
+    """A gateway with a key, at another name than loopback's."""
+    with TestClient(create_app(settings("sk-key")), base_url="http://llm.example.com") as client:
         yield client

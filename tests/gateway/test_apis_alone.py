@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,18 +17,6 @@ BODY: dict[str, Any] = {
     "max_tokens": 5,
     "messages": [{"role": "user", "content": "Hi"}],
 }
-
-
-@pytest.fixture
-def alone() -> Iterator[TestClient]:
-    with TestClient(create_app(settings()), base_url="http://127.0.0.1:9000") as client:
-        yield client
-
-
-@pytest.fixture
-def guarded() -> Iterator[TestClient]:
-    with TestClient(create_app(settings("sk-key")), base_url="http://llm.example.com") as client:
-        yield client
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from fastserve_client.errors import (
 )
 from fastserve_client.key_file import read_key_file
 from fastserve_gateway.answer import event
-from fastserve_gateway.app import create_app
 from fastserve_gateway.auth import ApiKeys
 from fastserve_gateway.command import run_gateway
 from fastserve_gateway.errors import from_client_error
@@ -40,18 +39,6 @@ from waiting import wait_for
 DEADLINE_S = 30.0
 # Less than the time for unfinished answers, which a stalled viewer must not get.
 STOP_LIMIT_S = 10.0
-
-
-@pytest.fixture
-def alone() -> Iterator[TestClient]:
-    with TestClient(create_app(settings()), base_url="http://127.0.0.1:9000") as client:
-        yield client
-
-
-@pytest.fixture
-def guarded() -> Iterator[TestClient]:
-    with TestClient(create_app(settings("sk-key")), base_url="http://llm.example.com") as client:
-        yield client
 
 
 # --- access ---------------------------------------------------------------------------------------

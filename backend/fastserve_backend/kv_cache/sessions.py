@@ -212,6 +212,8 @@ class HeldSessions:
     @property
     def num_idle(self) -> int:
         """Device blocks that ``free_device`` can free at once."""
+        if not self._on_device:  # mostly, and every decision asks
+            return 0
         return self._tiers.held.idle_device - sum(
             self._tiers.device.num_held(number)
             for number in self._copy_sources

@@ -56,6 +56,7 @@ class EngineConfig(Section):
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems)) from None
         problems = [
             *config.parallel.impossible_combinations(),
+            *config.kv_cache.impossible_combinations(),
             *config.scheduler.impossible_combinations(),
         ]
         if problems:

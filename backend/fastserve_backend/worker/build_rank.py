@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from fastserve_kernels import ops
@@ -15,6 +16,7 @@ from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Ready, Setup
+from fastserve_backend.worker.disk_store import DiskStore, open_disk
 from fastserve_backend.worker.groups import (
     choose_device,
     join_process_group,
@@ -30,8 +32,17 @@ from fastserve_backend.worker.step_memory import step_bytes
 from fastserve_backend.worker.swap_engine import measure_link
 
 
-def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, HostStore, Ready]:
-    """Everything that the rank needs to serve, and what it tells the engine about itself.
+class BuiltRank(NamedTuple):
+    """Everything that the rank needs to serve, and what it tells the engine about itself."""
+
+    runner: ModelRunner
+    store: HostStore
+    disk: DiskStore | None
+    ready: Ready
+
+
+def build_rank(setup: Setup, rendezvous: Path | None) -> BuiltRank:
+    """
 
     Every rank must call this: they meet on the way.
 
@@ -102,6 +113,7 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
             "leaves too little beside weights, steps and KV; lower it"
         ) from None
     block_out_s, block_in_s = measure_link(store, len(kv), setup.block_size, device)
+    disk = open_disk(setup.disk_swap_dir, setup.disk_swap_gib, store)
     ready = Ready(
         num_blocks=len(kv),
         num_host_blocks=len(store),
@@ -110,8 +122,12 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
         block_in_s=block_in_s,
         hardware=_hardware(device),
         dtype=config.dtype,
+        num_disk_blocks=0 if disk.store is None else len(disk.store),
+        disk_write_s=disk.link.block_out_s,
+        disk_read_s=disk.link.block_in_s,
+        disk_error=disk.error,
     )
-    return runner, store, ready
+    return BuiltRank(runner, store, disk.store, ready)
 
 
 def _check_number_of_ranks(setup: Setup) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.job import ServiceLevel
+from fastserve_backend.kv_cache.costs import SwapCosts
+from fastserve_backend.kv_cache.session_history import SessionKey
 from fastserve_backend.metrics.counters import EngineCounters
 from live_engine import small_engine
 from small_model import VOCAB_SIZE
@@ -100,6 +102,16 @@ def test_a_turn_goes_on_from_the_host(
         assert counters.swap_in_bytes > 0
 
 
+def has_left_device(llm: LLM, service: ServiceLevel) -> bool:
+    """Whether all KV of the paused session is on the host or on the disk."""
+    kv = llm.engine._loop.kv
+    turn = kv._sessions._turns.get(SessionKey(service.tenant, service.session_id))
+    if turn is None:
+        return False
+    is_on_host = kv.tiers.num_saved(turn.job.number) >= turn.num_tokens
+    return is_on_host or kv.tiers.disk.has(turn.job.number)
+
+
 @pytest.mark.parametrize(
     ("options", "block_bytes"),
     [
@@ -115,7 +127,11 @@ def test_a_turn_goes_on_from_the_disk(
     tmp_path: Path,
     options: dict[str, Any],
     block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # This model computes about as fast as disks read.
+    monkeypatch.setattr(SwapCosts, "read_is_cheaper", lambda *_: True)
+
     def serve(num_host_blocks: int, **disk: Any) -> tuple[list[list[int]], EngineCounters]:
         rng = random.Random(8)
         keys = options | disk | {"swap_space_gib": num_host_blocks * block_bytes / 2**30}
@@ -124,8 +140,9 @@ def test_a_turn_goes_on_from_the_disk(
             def fill_both() -> None:
                 prompt = [rng.randrange(4, VOCAB_SIZE) for _ in range(290)]
                 other = ServiceLevel(session_id=f"{rng.random()}")
+                wait_for(lambda: has_left_device(llm, SESSION))
                 llm.generate([prompt], GREEDY, service=other, progress=False)
-                wait_for(lambda: llm.engine._loop.is_idle)  # its KV has been copied to the host
+                wait_for(lambda: has_left_device(llm, other))
 
             return conversation(llm, additions, SESSION, fill_both), llm.engine.counters
 

@@ -174,6 +174,19 @@ def test_kv_on_the_disk_is_given_up_when_the_session_pauses_too_long() -> None:
     desk.tiers.check_integrity()
 
 
+def test_a_turn_that_returns_in_time_gets_what_is_read_later() -> None:
+    desk = Sessions(session_ttl_s=50.0)
+    first = desk.send_to_disk()
+    desk.now = 50.0
+    second = desk.next_turn(first)
+    desk.now = 51.5
+    desk.start_round()
+    desk.offer()
+    desk.end_disk_copies()
+    desk.start_round()
+    assert second.num_computed == 40
+
+
 def test_a_cancelled_turn_leaves_what_was_read_to_the_next() -> None:
     desk = Sessions()
     second = desk.next_turn(desk.send_to_disk())

@@ -436,6 +436,9 @@ class HeldSessions:
         self.free_host(num_blocks)
         if self._tiers.host.num_free < num_blocks:
             return False
+        # Its pause is over: it is not too old while it is read.
+        turn.since_s = now
+        self._turns.move_to_end(turn.key)
         self._reads.append(self._disk.read(number, now))
         return True
 

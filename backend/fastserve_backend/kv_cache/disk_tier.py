@@ -178,10 +178,12 @@ class DiskTier:
         if unwritten is not None:
             self.num_unwritten -= unwritten.num_blocks
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless each slot is in exactly one place, and the tables agree with
-        what is saved, unwritten and unfinished."""
+    def check_integrity(self, device: BlockPool) -> None:
+        """Raise AssertionError unless each slot is in exactly one place, the tables agree with what
+        is saved, unwritten and unfinished, and none of that is on the device."""
         self.slots.check_integrity()
+        here = self._saved.keys() | self._unwritten.keys() | self._wanted.keys()
+        assert not any(map(device.num_held, here)), "on the device and on the disk"
         num_used = sum(map(self.slots.num_held, self._saved))
         for transfer in self._unfinished.values():
             assert list(transfer.slots) == self.slots.all_blocks(transfer.owner)

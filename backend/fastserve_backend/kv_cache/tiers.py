@@ -334,7 +334,7 @@ class TwoTierKV:
             self.forget_host(heir)
 
     def take_over_read(self, job_number: int, owner: int, num_tokens: int) -> None:
-        """Held KV that is on the disk alone has come to the host blocks of ``owner``."""
+        """Held KV that was on the disk alone is in the host blocks of ``owner`` now."""
         self.host.hand_over(owner, job_number)
         self._saved[job_number] = num_tokens
         self._update_facts(job_number)
@@ -372,7 +372,7 @@ class TwoTierKV:
         tables agree with the states of the jobs."""
         self.device.check_integrity()
         self.host.check_integrity()
-        self.disk.check_integrity()
+        self.disk.check_integrity(self.device)
         for number, saved in self._saved.items():
             end = self.host.end(number)
             assert 0 < saved <= end * self._block_size, "the host lacks blocks of a saved prefix"

@@ -17,12 +17,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TENANT, TEXT_INPUT
+from fastserve_client.protocol import (
+    MAX_TOKENS,
+    MODEL_NAME,
+    TEMPERATURE,
+    TENANT,
+    TEXT_INPUT,
+    TRACEPARENT,
+)
 
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
-from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
+from fastserve_backend.serving.request_values import FORWARDED_HEADERS
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
 logger = logging.getLogger(__name__)
@@ -44,6 +51,8 @@ _STUB_TIMEOUT_S = 120
 _RESPONSE_THREADS = 2
 _READY_POLL_S = 0.05
 _PROBE_PROMPT = "Hello"
+# W3C's trace context of a request that nobody traces.
+_NOT_SAMPLED = f"00-{1:032x}-{1:016x}-00"
 # A server says in the last lines of its log why it ended, but not in tables and notes.
 _LOG_TAIL_BYTES = 16384
 _LOG_TAIL_LINES = 8
@@ -249,7 +258,13 @@ class ServerProcess:
 
     def _generate(self, timeout_s: float, problems: list[LaunchError]) -> None:
         body = json.dumps(
-            {TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0, TENANT: self._tenant}
+            {
+                TEXT_INPUT: _PROBE_PROMPT,
+                MAX_TOKENS: 1,
+                TEMPERATURE: 0.0,
+                TENANT: self._tenant,
+                TRACEPARENT: _NOT_SAMPLED,
+            }
         )
         path = f"/v2/models/{MODEL_NAME}/generate"
         try:
@@ -322,7 +337,7 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         "--grpc-keepalive-time=5000",
         "--grpc-keepalive-timeout=10000",
         "--grpc-http2-max-pings-without-data=0",
-        f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}",
+        f"--grpc-header-forward-pattern=^({'|'.join(FORWARDED_HEADERS)})$",
         f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
         f"--backend-config=python,thread-pool-size={_RESPONSE_THREADS}",

@@ -46,7 +46,17 @@ from fastserve_gateway.tokenization import (
 )
 
 if TYPE_CHECKING:
+    from fastapi.telemetry import TelemetryConfig
     from fastserve_client.tracer import Tracer
+
+# Of FastAPI's own, whose logs have the messages of exceptions. These can quote a request.
+_NO_TELEMETRY: TelemetryConfig = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "auto_configure": False,
+}
 
 
 def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastAPI:
@@ -76,7 +86,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
 
     # No pages that describe the API to a browser: they load scripts from elsewhere. No redirects:
     # behind a proxy with TLS they would lead to plain HTTP.
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        lifespan=lifespan, openapi_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
+    )
     registry = CollectorRegistry()
     app.add_middleware(RequestMetrics, registry=registry)
     if tracer is not None:

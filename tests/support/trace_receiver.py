@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,8 +40,8 @@ class TraceReceiver:
         return [span for span in list(self.spans) if span.trace_id == trace_id]
 
     def wait_for(self, trace_id: str, *names: str) -> list[ReceivedSpan]:
-        """The spans of the trace, once there are some of all these names."""
-        wait_for(lambda: set(names) <= {span.name for span in self.trace(trace_id)})
+        """The spans of the trace, once it has spans of all these names, or more."""
+        wait_for(lambda: Counter(names) <= Counter(span.name for span in self.trace(trace_id)))
         return self.trace(trace_id)
 
 

@@ -85,10 +85,15 @@ class RequestTraces:
         token = _current.set(trace)
         try:
             await self._app(scope, receive, observed_send)
+            if not is_whole:
+                status = CLIENT_CLOSED_REQUEST
+        except Exception:
+            status = 500  # whatever the answer began with
+            raise
         finally:
             _current.reset(token)
             if span.is_recording():
-                _describe(span, scope, trace, status if is_whole else CLIENT_CLOSED_REQUEST)
+                _describe(span, scope, trace, status)
             span.end()
 
 

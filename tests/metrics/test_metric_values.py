@@ -150,6 +150,14 @@ def test_gauges_show_the_load_and_return_to_idle(traffic: Traffic) -> None:
     assert traffic.before.total("fastserve_kv_blocks") == traffic.after.total("fastserve_kv_blocks")
 
 
+def test_an_endpoint_picker_sees_how_full_and_how_large_the_kv_cache_is(traffic: Traffic) -> None:
+    sizes = {"block_size": str(BLOCK_SIZE), "num_gpu_blocks": str(DEVICE_BLOCKS)}
+    for scrape in (traffic.before, traffic.during, traffic.after):
+        assert scrape.value("fastserve_cache_config_info", **sizes) == 1
+    assert 0 < traffic.during.value("fastserve_kv_usage_ratio") <= 1
+    assert traffic.after.value("fastserve_kv_usage_ratio") == 0
+
+
 @pytest.mark.parametrize("name", HISTOGRAMS)
 def test_histograms_are_well_formed(traffic: Traffic, name: str) -> None:
     for scrape in (traffic.before, traffic.during, traffic.after):

@@ -160,16 +160,18 @@ def test_a_pod_is_killed_only_after_its_server_has_drained() -> None:
 
 
 def test_kserve_runs_the_same_server() -> None:
+    server_pod = built("gpu")["StatefulSet", "triton"]["spec"]["template"]["spec"]
+    (server,) = server_pod["containers"]
     runtime, service = (
         yaml.safe_load((KUBERNETES / "kserve" / name).read_text(encoding="utf-8"))
         for name in ("serving_runtime.yaml", "inference_service.yaml")
     )
-    model = service["spec"]["predictor"]["model"]
+    predictor = service["spec"]["predictor"]
+    assert predictor["securityContext"] == server_pod["securityContext"]
+    model = predictor["model"]
     assert model["runtime"] == runtime["metadata"]["name"]
     (container,) = runtime["spec"]["containers"]
-    assert runtime["spec"]["securityContext"]["runAsNonRoot"] is True
     assert_restricted(container | {"resources": model["resources"]})
-    server = containers_of(built("gpu")["StatefulSet", "triton"])["triton"]
     assert container["image"] == server["image"]
     ports = {port["name"]: port["containerPort"] for port in server["ports"]}
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == ports

@@ -352,7 +352,7 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints, offered: frozenset[s
 def _flags_by_release(offered: frozenset[str]) -> Iterator[str]:
     if "http-max-input-size" in offered:  # since 25.06
         yield f"--http-max-input-size={_MAX_HTTP_INPUT_BYTES}"
-    forwarded = TRACE_HEADERS
+    forwarded: tuple[str, ...] = TRACE_HEADERS
     if "allow-client-shm" in offered:  # since 26.04
         yield "--allow-client-shm=false"
     else:

@@ -15,7 +15,6 @@ from opentelemetry.trace import (
     Span,
     SpanContext,
     SpanKind,
-    TraceFlags,
     set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -77,10 +76,16 @@ class Tracer:
         """
         context = parent.get_span_context()
         ids = self._provider.id_generator
-        flags, state = TraceFlags(context.trace_flags), context.trace_state
+        own = SpanContext(
+            context.trace_id,
+            ids.generate_span_id(),
+            is_remote=False,
+            trace_flags=context.trace_flags,
+            trace_state=context.trace_state,
+        )
         child = ReadableSpan(
             name,
-            SpanContext(context.trace_id, ids.generate_span_id(), False, flags, state),
+            own,
             context,
             self._provider.resource,
             attributes,

@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,27 +72,27 @@ class Fleet:
 
 
 # Each says how far a metric is above its target: 1 wants the number of servers that there is.
-Metric = Callable[[Fleet, float, Any], float]
+Metric = Callable[[Fleet, float, Mapping[str, float]], float]
 
 
-def queue_seconds(fleet: Fleet, now: float, targets: Any) -> float:
+def queue_seconds(fleet: Fleet, now: float, targets: Mapping[str, float]) -> float:
     waiting = statistics.fmean(jobs[0] for jobs in fleet.recent_jobs)
     seconds = waiting / max(0.02, len(fleet.waits_of_ended(now - 120)) / 120)
     return seconds / targets["queue-seconds"]
 
 
-def past_queue_seconds(fleet: Fleet, now: float, targets: Any) -> float:
+def past_queue_seconds(fleet: Fleet, now: float, targets: Mapping[str, float]) -> float:
     """The mean of ``fastserve_queue_seconds`` over a minute."""
     waits = fleet.waits_of_ended(now - 60)
     return statistics.fmean(waits or [0.0]) / targets["queue-seconds"]
 
 
-def running_jobs(fleet: Fleet, _: float, targets: Any) -> float:
+def running_jobs(fleet: Fleet, _: float, targets: Mapping[str, float]) -> float:
     running = statistics.fmean(jobs[1] for jobs in fleet.recent_jobs)
     return running / len(fleet.ready_s) / targets["running-jobs"]
 
 
-def kv_use(fleet: Fleet, _: float, targets: Any) -> float:
+def kv_use(fleet: Fleet, _: float, targets: Mapping[str, float]) -> float:
     running = statistics.fmean(jobs[1] for jobs in fleet.recent_jobs)
     use = running / SEATS["long prompts"] if fleet.seats == SEATS["long prompts"] else 0.0
     return use / len(fleet.ready_s) / targets["kv-use"]

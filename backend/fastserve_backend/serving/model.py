@@ -120,7 +120,7 @@ class TritonPythonModel:
         self._metrics.on_request_change()
 
     def is_ready(self) -> bool:
-        """Only releases of Triton after 24.10 call it. The model stays ready while ranks are
+        """Called by releases of Triton since 26.03. The model stays ready while ranks are
         restarted: its jobs wait."""
         return self._engine.failure is None
 

@@ -12,7 +12,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -56,6 +56,9 @@ _MAX_OPEN_FILES = 65536
 # The python backend makes such a directory in every server; a killed server leaves it behind.
 _BACKEND_DIRECTORIES = ("/tmp", "python_env_??????")
 
+# Twice what the largest conversation may have (`codec.MAX_MESSAGES_BYTES`): JSON escapes quotes.
+_MAX_HTTP_INPUT_BYTES = 32 << 20
+
 _RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 
 
@@ -83,7 +86,8 @@ class ServerProcess:
         self._foreign_directories = _backend_directories()
         self._own_directories: set[Path] | None = None  # known once the server is ready
         runtime.clear_reports()
-        command = [str(installation.binary), *backend_flags, *_flags(runtime, endpoints)]
+        flags = _flags(runtime, endpoints, installation.offered_flags())
+        command = [str(installation.binary), *backend_flags, *flags]
         environment = installation.environment(os.environ) | runtime.environment()
         log: IO[bytes] | None = None if log_path is None else log_path.open("ab")
         try:
@@ -294,7 +298,7 @@ def _backend_directories() -> set[Path]:
     return set(Path(parent).glob(pattern))
 
 
-def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
+def _flags(runtime: RuntimeDirectory, endpoints: Endpoints, offered: frozenset[str]) -> list[str]:
     http_host = grpc_host = endpoints.host
     if ":" in endpoints.host:  # IPv6, as libevent and as gRPC want it
         http_host, grpc_host = f"ipv6:{endpoints.host}", f"[{endpoints.host}]"
@@ -322,8 +326,19 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         "--grpc-keepalive-time=5000",
         "--grpc-keepalive-timeout=10000",
         "--grpc-http2-max-pings-without-data=0",
-        f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}",
         f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
         f"--backend-config=python,thread-pool-size={_RESPONSE_THREADS}",
+        *_flags_by_release(offered),
     ]
+
+
+def _flags_by_release(offered: frozenset[str]) -> Iterator[str]:
+    if "http-max-input-size" in offered:  # since 25.06
+        yield f"--http-max-input-size={_MAX_HTTP_INPUT_BYTES}"
+    if "allow-client-shm" in offered:  # since 26.04
+        yield "--allow-client-shm=false"
+    else:
+        # Releases since 26.05 refuse requests whose forwarded headers have names of Triton's own.
+        # Since 26.04 a response after such a stream's error does no harm (server#8708).
+        yield f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}"

@@ -20,8 +20,8 @@ from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES
 
 GRPC_STATUS_HEADER = "triton_grpc_error"
-"""Header of a gRPC stream that wants errors as the status of the call. The server forwards it as a
-request parameter, because such a stream must be answered in another way."""
+"""Header of a gRPC stream that wants errors as the status of the call. Servers before 26.04 forward
+it as a request parameter, because they need such a stream answered in another way."""
 
 # Enough for all stop words at their longest, and for little else.
 MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import yaml
 
-_DIRECTORY = Path(__file__).parents[2] / "deploy" / "kubernetes" / "autoscaled"
+DIRECTORY = Path(__file__).parents[2] / "deploy" / "kubernetes" / "autoscaled"
 _NAMESPACE = 'namespace="fastserve"'
 
 
 def keda_queries() -> list[str]:
-    """Of queue seconds, and of running jobs."""
-    scaled = yaml.safe_load((_DIRECTORY / "keda.yaml").read_text(encoding="utf-8"))
+    """Of queue seconds, running jobs and the KV cache's use."""
+    scaled = yaml.safe_load((DIRECTORY / "keda.yaml").read_text(encoding="utf-8"))
     return [_plain(trigger["metadata"]["query"]) for trigger in scaled["spec"]["triggers"]]
 
 
 def adapter_queries() -> list[str]:
     """The same ones, as the Prometheus adapter asks them for an autoscaler of Kubernetes' own."""
-    path = _DIRECTORY / "prometheus_adapter_values.yaml"
+    path = DIRECTORY / "prometheus_adapter_values.yaml"
     rules = yaml.safe_load(path.read_text(encoding="utf-8"))["rules"]["external"]
     return [
         _plain(rule["metricsQuery"].replace("<<.LabelMatchers>>", _NAMESPACE)) for rule in rules

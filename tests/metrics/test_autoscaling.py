@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from autoscalers import adapter_queries, keda_queries
+from autoscalers import DIRECTORY, adapter_queries, keda_queries
 from metric_traffic import BLOCK_SIZE, DEVICE_BLOCKS, Traffic
 from running_prometheus import promtool
 
@@ -16,15 +16,31 @@ ROUTER_VALUES = (
     Path(__file__).parents[2] / "deploy" / "kubernetes" / "inference_gateway" / "router_values.yaml"
 )
 JOBS = 'fastserve_jobs{namespace="fastserve", pod="triton-%d", state="%s"}'
+KV_USE = 'fastserve_kv_usage_ratio{namespace="fastserve", pod="triton-%d"}'
 ENDED = 'fastserve_requests_total{namespace="fastserve", pod="triton-0", finish_reason="%s"}'
 
 
-def test_both_autoscalers_ask_the_same() -> None:
+def test_both_autoscalers_ask_the_same_and_want_the_same() -> None:
     assert keda_queries() == adapter_queries()
+    keda, hpa, adapter = (
+        yaml.safe_load((DIRECTORY / name).read_text(encoding="utf-8"))
+        for name in ("keda.yaml", "hpa.yaml", "prometheus_adapter_values.yaml")
+    )
+    triggers, metrics = keda["spec"]["triggers"], hpa["spec"]["metrics"]
+    names = [rule["name"]["as"] for rule in adapter["rules"]["external"]]
+    assert [metric["external"]["metric"]["name"] for metric in metrics] == names
+    for trigger, metric in zip(triggers, metrics, strict=True):
+        target = dict(metric["external"]["target"])
+        assert target.pop("type") == trigger["metricType"]
+        (quantity,) = target.values()
+        wanted = float(trigger["metadata"]["threshold"])
+        assert quantity in (f"{wanted:g}", f"{1000 * wanted:g}m")
+    behavior = keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior == hpa["spec"]["behavior"]
 
 
 @pytest.mark.parametrize(
-    ("series", "queue_seconds", "running_jobs"),
+    ("series", "values"),
     [
         # 24 waiting and 16 swapped jobs at 4 jobs a second: 10 s until a new job's turn.
         (
@@ -36,15 +52,20 @@ def test_both_autoscalers_ask_the_same() -> None:
                 JOBS % (1, "running"): "16x40",
                 ENDED % "stop": "0+15x40",
                 ENDED % "length": "0+5x40",
+                KV_USE % 0: "1x40",
+                KV_USE % 1: "0.25x40",
             },
-            10,
-            28,
+            (10, 28, 1.25),
         ),
         # Nobody waits.
         (
-            {JOBS % (0, "waiting"): "0x40", JOBS % (0, "running"): "3x40", ENDED % "stop": "7x40"},
-            0,
-            3,
+            {
+                JOBS % (0, "waiting"): "0x40",
+                JOBS % (0, "running"): "3x40",
+                ENDED % "stop": "7x40",
+                KV_USE % 0: "0x40",
+            },
+            (0, 3, 0),
         ),
         # Jobs came to an idle server: none has ended yet. A job in 50 s is taken for granted.
         (
@@ -52,14 +73,14 @@ def test_both_autoscalers_ask_the_same() -> None:
                 JOBS % (0, "waiting"): "0x24 2x16",
                 JOBS % (0, "running"): "0x24 1x16",
                 ENDED % "stop": "7x40",
+                KV_USE % 0: "0.5x40",
             },
-            100,
-            1,
+            (100, 1, 0.5),
         ),
     ],
 )
-def test_the_queries_say_how_long_the_queue_is(
-    series: dict[str, str], queue_seconds: float, running_jobs: float, tmp_path: Path
+def test_the_queries_say_how_long_the_queue_is_and_how_full_the_servers_are(
+    series: dict[str, str], values: tuple[float, ...], tmp_path: Path
 ) -> None:
     checks = [
         {
@@ -68,9 +89,9 @@ def test_the_queries_say_how_long_the_queue_is(
             "eval_time": "195s",
             "exp_samples": [{"labels": "{}", "value": 1}],
         }
-        for query, value in zip(keda_queries(), (queue_seconds, running_jobs), strict=True)
+        for query, value in zip(keda_queries(), values, strict=True)
     ]
-    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    inputs = [{"series": name, "values": points} for name, points in series.items()]
     case = {"interval": "5s", "input_series": inputs, "promql_expr_test": checks}
     path = tmp_path / "queries.yml"
     path.write_text(

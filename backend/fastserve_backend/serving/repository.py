@@ -1,4 +1,4 @@
-"""Writing a Triton model repository for one engine configuration."""
+"""Writing models of a Triton model repository from engine configurations."""
 
 from __future__ import annotations
 
@@ -36,16 +36,20 @@ def find_model_template() -> Path:
     )
 
 
-def write_repository(directory: Path, config: EngineConfig) -> Path:
-    """Write ``directory/fastserve``, with ``config`` as ``engine.yaml``; returns ``directory``."""
-    model = directory / MODEL_NAME
+def write_model(repository: Path, name: str, config: EngineConfig) -> Path:
+    """Write the model ``repository/name``, with ``config`` as ``engine.yaml``; returns its path."""
+    model = repository / name
     shutil.copytree(find_model_template(), model, ignore=shutil.ignore_patterns("__pycache__"))
+    description = model / "config.pbtxt"
+    text = description.read_text(encoding="utf-8")
+    renamed = text.replace(f'name: "{MODEL_NAME}"', f'name: "{name}"', 1)
+    description.write_text(renamed, encoding="utf-8")
     paths = {"model": config.model.model, "tokenizer": config.model.tokenizer}
     config = config.with_keys(
         **{key: _ascii_path(path, model / f"{key}-files") for key, path in paths.items()}
     )
     (model / ENGINE_FILE).write_text(config.to_yaml(), encoding="utf-8")
-    return directory
+    return model
 
 
 def _ascii_path(path: str | None, link: Path) -> str | None:

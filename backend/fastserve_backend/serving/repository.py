@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -40,6 +41,9 @@ def write_model(repository: Path, name: str, config: EngineConfig) -> Path:
     """Write the model ``repository/name``, with ``config`` as ``engine.yaml``; returns its path."""
     model = repository / name
     shutil.copytree(find_model_template(), model, ignore=shutil.ignore_patterns("__pycache__"))
+    # The stub would write this file, and Triton take that for a change of the model: it would load
+    # it anew together with an ensemble that has it as a step.
+    py_compile.compile(str(model / "1" / "model.py"))
     description = model / "config.pbtxt"
     text = description.read_text(encoding="utf-8")
     renamed = text.replace(f'name: "{MODEL_NAME}"', f'name: "{name}"', 1)

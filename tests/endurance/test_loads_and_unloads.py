@@ -22,6 +22,7 @@ CYCLES, WARM_UP_CYCLES = 20, 3
 MOST_GROWTH_BYTES = 4 << 20
 
 
+@pytest.mark.timeout(900)
 def test_twenty_loads_give_everything_back(
     tiny_config: EngineConfig,
     tmp_path: Path,

@@ -164,7 +164,7 @@ class TritonServer:
             LaunchError: no tritonserver, no room for its files, or it did not become ready within
                 ``timeout_s``.
         """
-        self._check_control()
+        self._check_options()
         self._warn_if_public()
         self._timeout_s = timeout_s
         installation = TritonInstallation.find()
@@ -346,7 +346,7 @@ class TritonServer:
             self._runtime.remove()
             self._runtime = None
 
-    def _check_control(self) -> None:
+    def _check_options(self) -> None:
         host, more = self._wanted.host, self._model_repository
         if self._model_control and not is_loopback(host):
             raise LaunchError(

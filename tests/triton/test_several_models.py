@@ -5,6 +5,7 @@ The tests share a server, which the last one breaks.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from fastserve_backend.serving.repository import ENGINE_FILE
 from fastserve_client import FastServeClient
 from fastserve_client.errors import ClientError
 from fastserve_client.protocol import MODEL_NAME
+from fastserve_client.terminal import generate_to_terminal
 from model_control import ModelControl, Reading, load_and_unload
 from serving_client import metric, post, server_sent_events
 from tiny_model import START_TIMEOUT_S
@@ -71,8 +73,11 @@ def answers(server: TritonServer, model: str) -> bool:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_model_answers(model: str, server: TritonServer) -> None:
-    with FastServeClient(f"grpc://{server.endpoints.grpc_url}", model=model) as client:
-        assert len(client.generate("Hello", max_tokens=3, ignore_eos=True).token_ids) == 3
+    grpc_url, out, err = f"grpc://{server.endpoints.grpc_url}", io.StringIO(), io.StringIO()
+    options = {"max_tokens": 3, "ignore_eos": True}
+    code = generate_to_terminal("Hello", url=grpc_url, model=model, out=out, err=err, **options)
+    assert code == 0, err.getvalue()
+    assert "3 tokens" in err.getvalue()
     url = server.endpoints.metrics_url
     wait_for(lambda: metric(url, "fastserve_generation_tokens_total", model=model) >= 3)
 

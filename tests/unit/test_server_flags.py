@@ -11,7 +11,8 @@ from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
-FORWARDED = "--grpc-header-forward-pattern=triton_grpc_error"
+FORWARDED = "--grpc-header-forward-pattern=^(triton_grpc_error|traceparent|tracestate)$"
+FORWARDED_TRACES = "--grpc-header-forward-pattern=^(traceparent|tracestate)$"
 LIMITED = "--http-max-input-size=33554432"
 LOCKED = "--allow-client-shm=false"
 
@@ -39,7 +40,7 @@ def write_server(path: Path, offered: list[str]) -> Path:
     [
         ([], [FORWARDED]),
         (["http-max-input-size"], [FORWARDED, LIMITED]),
-        (["http-max-input-size", "allow-client-shm"], [LIMITED, LOCKED]),
+        (["http-max-input-size", "allow-client-shm"], [LIMITED, LOCKED, FORWARDED_TRACES]),
     ],
     ids=["24.10", "25.06", "26.04"],
 )
@@ -57,7 +58,9 @@ def test_the_server_gets_the_flags_that_it_offers(
         runtime.remove()
     given = (tmp_path / "arguments").read_text().splitlines()
     assert "--model-control-mode=none" in given
-    assert sorted({FORWARDED, LIMITED, LOCKED}.intersection(given)) == sorted(used)
+    assert sorted({FORWARDED, FORWARDED_TRACES, LIMITED, LOCKED}.intersection(given)) == sorted(
+        used
+    )
 
 
 def test_only_the_names_of_flags_count_as_offered(tmp_path: Path) -> None:

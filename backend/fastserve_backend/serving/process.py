@@ -17,7 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TENANT, TEXT_INPUT
+from fastserve_client.protocol import (
+    MAX_TOKENS,
+    MODEL_NAME,
+    TEMPERATURE,
+    TENANT,
+    TEXT_INPUT,
+    TRACE_HEADERS,
+    TRACEPARENT,
+)
 
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
@@ -44,6 +52,8 @@ _STUB_TIMEOUT_S = 120
 _RESPONSE_THREADS = 2
 _READY_POLL_S = 0.05
 _PROBE_PROMPT = "Hello"
+# W3C's trace context of a request that nobody traces.
+_NOT_SAMPLED = f"00-{1:032x}-{1:016x}-00"
 # A server says in the last lines of its log why it ended, but not in tables and notes.
 _LOG_TAIL_BYTES = 16384
 _LOG_TAIL_LINES = 8
@@ -253,7 +263,13 @@ class ServerProcess:
 
     def _generate(self, timeout_s: float, problems: list[LaunchError]) -> None:
         body = json.dumps(
-            {TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0, TENANT: self._tenant}
+            {
+                TEXT_INPUT: _PROBE_PROMPT,
+                MAX_TOKENS: 1,
+                TEMPERATURE: 0.0,
+                TENANT: self._tenant,
+                TRACEPARENT: _NOT_SAMPLED,
+            }
         )
         path = f"/v2/models/{MODEL_NAME}/generate"
         try:
@@ -336,9 +352,11 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints, offered: frozenset[s
 def _flags_by_release(offered: frozenset[str]) -> Iterator[str]:
     if "http-max-input-size" in offered:  # since 25.06
         yield f"--http-max-input-size={_MAX_HTTP_INPUT_BYTES}"
+    forwarded: tuple[str, ...] = TRACE_HEADERS
     if "allow-client-shm" in offered:  # since 26.04
         yield "--allow-client-shm=false"
     else:
         # Releases since 26.05 refuse requests whose forwarded headers have names of Triton's own.
         # Since 26.04 a response after such a stream's error does no harm (server#8708).
-        yield f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}"
+        forwarded = (GRPC_STATUS_HEADER, *TRACE_HEADERS)
+    yield f"--grpc-header-forward-pattern=^({'|'.join(forwarded)})$"

@@ -99,6 +99,13 @@ class ParallelSection(Section):
         le=65534,
         description="Port where ranks of several hosts meet; the next port is the engine's.",
     )
+    host_share: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Share of a host's cores and free memory for the ranks of this model; serve "
+        "divides both among several models.",
+    )
 
     @property
     def num_ranks(self) -> int:

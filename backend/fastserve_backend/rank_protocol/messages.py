@@ -41,6 +41,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     block_size: int
+    host_share: float
     device_memory_utilization: float
     device_blocks: int | None
     swap_space_gib: float
@@ -81,6 +82,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             block_size=kv.block_size,
+            host_share=parallel.host_share,
             device_memory_utilization=kv.device_memory_utilization,
             device_blocks=kv.device_blocks,
             swap_space_gib=kv.swap_space_gib if kv.is_swapping else 0.0,

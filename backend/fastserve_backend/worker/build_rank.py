@@ -23,7 +23,7 @@ from fastserve_backend.worker.groups import (
     make_tensor_group,
     wait_for_all,
 )
-from fastserve_backend.worker.host_limits import check_swap_space, check_weights_fit, num_cores
+from fastserve_backend.worker.host_limits import check_swap_space, check_weights_fit, num_threads
 from fastserve_backend.worker.host_store import HostStore, make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.model_runner import ModelRunner
@@ -57,7 +57,7 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> BuiltRank:
     device = choose_device(setup.device)
     num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if device.type == "cpu":
-        torch.set_num_threads(max(1, num_cores() // num_local_ranks))
+        torch.set_num_threads(num_threads(setup.host_share, num_local_ranks))
     meeting = join_process_group(device, rendezvous, setup.start_id)
     place = RankPlace.of(
         int(os.environ["RANK"]), setup.tensor_parallel_size, setup.pipeline_parallel_size
@@ -101,10 +101,11 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> BuiltRank:
         num_local_ranks,
         bytes_of_steps,
         setup.max_num_batched_tokens,
+        setup.host_share,
     )
     try:
         runner = ModelRunner(model, config, kv, device, limits, place, tensor)
-        check_swap_space(setup.swap_space_gib, device, num_local_ranks)
+        check_swap_space(setup.swap_space_gib, device, num_local_ranks, setup.host_share)
         wait_for_all(meeting, "swap space checked")
         store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype)
     except torch.OutOfMemoryError:

@@ -91,7 +91,7 @@ def test_the_space_is_divided_into_slots_and_measured(host: HostStore, tmp_path:
 
 
 def test_the_threads_answer_each_copy(host: HostStore, disk: DiskStore) -> None:
-    original = host.blocks.clone()
+    own, original = os.nice(0), host.blocks.clone()
     written: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
     read: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
     engine = DiskEngine(disk, send_written=written.put, send_read=read.put)
@@ -108,3 +108,4 @@ def test_the_threads_answer_each_copy(host: HostStore, disk: DiskStore) -> None:
     error = read.get(timeout=DEADLINE_S).error
     assert error is not None
     assert error.startswith("OSError: the file of KV blocks ends")
+    assert os.nice(0) == own  # only the thread that writes is nice

@@ -96,7 +96,10 @@ _RETRY_AFTER = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
 _OVERLOADED = re.compile(
     rf"\b(requests are queued|others watch) already\b|{_RETRY_AFTER.pattern}", re.IGNORECASE
 )
-_UNAVAILABLE = re.compile(r"\b(try again later|shutting down|draining|not ready)\b", re.IGNORECASE)
+# Triton itself says "not healthy" of a model whose process has died, until the server restarts.
+_UNAVAILABLE = re.compile(
+    r"\b(try again later|shutting down|draining|not ready|not healthy)\b", re.IGNORECASE
+)
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 
 

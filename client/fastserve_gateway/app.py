@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastserve_client.aio_client import AsyncFastServeClient
+from fastserve_client.endpoint import Endpoint
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -54,7 +55,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     fleet_metrics = FleetMetrics(registry)
 
     async def serve_model(name: str, stack: AsyncExitStack) -> ServedModel:
-        clients = {url: AsyncFastServeClient(url, model=name) for url in settings.urls}
+        clients = {
+            str(Endpoint.parse(url)): AsyncFastServeClient(url, model=name) for url in settings.urls
+        }
         fleet = await stack.enter_async_context(Fleet(name, clients, fleet_metrics))
         feeds = [LiveFeed(client) for client in clients.values()]
         return ServedModel(fleet, DescribedFormats(fleet, settings.formats), feeds)

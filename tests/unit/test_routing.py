@@ -13,7 +13,7 @@ from fastserve_gateway.routing.rendezvous import Rendezvous, stable_hash
 from fastserve_gateway.routing.request import Choice, RoutedRequest
 from fastserve_gateway.routing.router import Router
 from fastserve_gateway.routing.server_load import ServerLoad
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 NAMES = ("http://a:8001", "http://b:8001", "http://c:8001")
@@ -158,17 +158,27 @@ def test_a_prefix_is_lost_when_newer_kv_has_taken_its_place() -> None:
     assert chosen(pair, request(SYSTEM, QUESTION), 2.0).cached_tokens == 0
 
 
-@pytest.mark.parametrize("how", ["down", "restarted"])
-def test_a_server_that_was_gone_has_lost_its_kv(how: str) -> None:
-    one = router(load(computed=5))
+def test_a_server_that_was_gone_has_lost_its_kv() -> None:
+    one = router(load(computed=500))
     finish(one, chosen(one, request(SYSTEM, session="mine")))
-    if how == "down":
-        one.on_down(0, 1.0)
-        assert one.choose(request(SYSTEM), 1.0) is None
-        one.on_up(0, 2.0)
-    else:
-        one.on_load(0, load(computed=3), 1.0)
-    assert chosen(one, request(SYSTEM, session="mine"), 2.0).cached_tokens == 0
+    one.on_down(0, 1.0)
+    assert one.choose(request(SYSTEM), 1.0) is None
+    one.on_up(0, 2.0)
+    one.on_load(0, load(computed=3), 2.0)
+    first = chosen(one, request(SYSTEM, session="mine"), 2.0)
+    assert first.cached_tokens == 0
+    finish(one, first)
+    one.on_load(0, load(computed=503), 3.0)
+    assert chosen(one, request(SYSTEM, session="mine"), 3.0).cached_tokens == 500
+
+
+def test_the_reused_part_of_a_prompt_is_counted_late() -> None:
+    one = router(load(computed=9_000))
+    finish(one, chosen(one, request(SYSTEM)))
+    for _ in range(9):
+        one.on_load(0, load(computed=8_000), 1.0)
+        one.on_load(0, load(computed=9_000), 2.0)
+    assert chosen(one, request(SYSTEM), 2.0).cached_tokens == 500
 
 
 def test_a_session_stays_though_its_prompt_has_changed() -> None:
@@ -222,6 +232,7 @@ def test_none_only_if_no_server_may_be_chosen(
     assert choice is None or choice.server in allowed
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5000), st.sampled_from("fetfe")), max_size=40))
 def test_nothing_waits_when_all_have_ended(steps: Sequence[tuple[int, str]]) -> None:
     pair = router(load(), load())
@@ -246,10 +257,11 @@ def test_nothing_waits_when_all_have_ended(steps: Sequence[tuple[int, str]]) -> 
         assert delay_s == pytest.approx(0, abs=1e-6)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 9), max_size=8), st.integers(0, 3)),
-        max_size=60,
+        max_size=30,
     )
 )
 def test_the_memory_of_prefixes_is_bounded(notes: Sequence[tuple[list[int], int]]) -> None:
@@ -268,13 +280,13 @@ def test_the_memory_of_prefixes_is_bounded(notes: Sequence[tuple[list[int], int]
 @pytest.mark.parametrize("num_servers", [2, 5, 16])
 def test_only_a_fair_share_of_keys_moves_when_a_server_leaves(num_servers: int) -> None:
     order = Rendezvous([f"http://10.0.0.{number}:8001" for number in range(num_servers)])
-    keys = [stable_hash(str(number)) for number in range(4000)]
+    keys = [stable_hash(str(number)) for number in range(2000)]
     everyone = range(num_servers)
     homes = {key: order.first(key, everyone) for key in keys}
     for gone in everyone:
         others = [server for server in everyone if server != gone]
         moved = [key for key in keys if order.first(key, others) != homes[key]]
         assert all(homes[key] == gone for key in moved)
-        assert len(moved) == pytest.approx(4000 / num_servers, rel=0.3)
+        assert len(moved) == pytest.approx(2000 / num_servers, rel=0.3)
         heirs = Counter(order.first(key, others) for key in moved)
         assert max(heirs.values()) < 3 * len(moved) / len(others)

@@ -119,17 +119,18 @@ class Router:
         kept = 1 - 1 / _NUM_PICTURES
         self._own_jobs = kept * self._own_jobs + queue.num_open
         self._all_jobs = kept * self._all_jobs + max(queue.num_open, load.num_jobs)
-        new_tokens = load.computed_tokens - self._computed_tokens[server]
-        self._computed_tokens[server] = load.computed_tokens
-        if new_tokens < 0:  # another process
-            self._forget(server)
-        else:
-            self._memory.on_computed(server, new_tokens, load.kv_tokens)
+        # The reused part of a prompt is counted later than the prompt: the difference may be negative.
+        new_tokens = max(0, load.computed_tokens - self._computed_tokens[server])
+        self._computed_tokens[server] += new_tokens
+        self._memory.on_computed(server, new_tokens, load.kv_tokens)
 
     def on_down(self, server: int, now_s: float) -> None:
         """A server takes no requests until ``on_up``. What it kept counts as lost."""
         self._up[server] = False
-        self._forget(server)
+        self._computed_tokens[server] = 0  # it may come back as another process
+        self._memory.forget(server)
+        kept = [(name, last) for name, last in self._sessions.items() if last[0] != server]
+        self._sessions = OrderedDict(kept)
 
     def on_up(self, server: int, now_s: float) -> None:
         """A server takes requests again."""
@@ -140,12 +141,6 @@ class Router:
         """Share of all jobs that other gateways have sent. An earlier turn of a chat that this one
         does not know has come through one of them with this probability."""
         return 1 - self._own_jobs / self._all_jobs if self._all_jobs else 0.0
-
-    def _forget(self, server: int) -> None:
-        """A server has lost what it kept."""
-        self._memory.forget(server)
-        kept = [(name, last) for name, last in self._sessions.items() if last[0] != server]
-        self._sessions = OrderedDict(kept)
 
     def _cached_tokens(self, request: RoutedRequest) -> dict[int, float]:
         """Tokens of the prompt that servers are expected to have."""

@@ -17,6 +17,9 @@ class RoutedRequest:
     """Of the prompt (``prompt_prefixes``)."""
     output_tokens: int | None = None
     """The most that it may have; None: unknown."""
+    conversation: int | None = None
+    """Key of the prefix that ends with the first question, the same in all turns of a chat; None:
+    unknown."""
     session: str | None = None
     """Names the tenant and its session; None: it belongs to none."""
     priority: int = 0

@@ -1,12 +1,40 @@
-"""Chooses the server for each request."""
+"""Chooses the server for each request.
+
+The best server is the one with the least expected delay to the first token: the prompt tokens that
+wait there, and those of the prompt itself that it does not have. Both are divided by the server's
+speed. docs/replicas.md explains the parts and what each of them gains.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
 
+from fastserve_gateway.routing.prefix_memory import PrefixMemory
+from fastserve_gateway.routing.rendezvous import Rendezvous, stable_hash
 from fastserve_gateway.routing.request import Choice, RoutedRequest
 from fastserve_gateway.routing.server_load import ServerLoad
+from fastserve_gateway.routing.server_queue import STALE_S, ServerQueue
+
+MAX_SESSIONS: Final = 1 << 16
+"""Sessions that are remembered; the longest unused one is forgotten first."""
+
+# A token of the prompt that has to be computed counts so many times: it delays later requests too.
+_COMPUTE_WEIGHT = 4.0
+# The share of other gateways is that of about so many latest pictures.
+_NUM_PICTURES = 200
+_NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended."""
+
+    request: RoutedRequest
+    has_begun: bool = False
 
 
 class Router:
@@ -21,9 +49,17 @@ class Router:
 
     def __init__(self, servers: Sequence[str]) -> None:
         self._up = [True] * len(servers)
-        self._outstanding = [0] * len(servers)
-        self._open: dict[int, int] = {}  # choice → server
+        self._queues = [ServerQueue() for _ in servers]
+        self._computed_tokens = [0] * len(servers)
+        self._memory = PrefixMemory(len(servers))
+        self._rendezvous = Rendezvous(servers)
+        # Session → its server and the tokens of its latest prompt.
+        self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._open: dict[int, _Open] = {}
         self._numbers = itertools.count()
+        self._next_check_s = 0.0
+        # Sums over the latest pictures: this gateway's requests, and all jobs.
+        self._own_jobs = self._all_jobs = 0.0
 
     def choose(
         self, request: RoutedRequest, now_s: float, excluded: Collection[int] = ()
@@ -35,31 +71,114 @@ class Router:
 
         Returns None if no server takes requests.
         """
-        candidates = [server for server, up in enumerate(self._up) if up and server not in excluded]
-        if not candidates:
+        self._forget_stale_pictures(now_s)
+        prompt = request.prompt_tokens
+        weighted = _COMPUTE_WEIGHT * prompt
+        costs = [
+            queue.wait_s + weighted * queue.s_per_token if is_up else _NEVER
+            for queue, is_up in zip(self._queues, self._up, strict=True)
+        ]
+        for server in excluded:
+            costs[server] = _NEVER
+        able = [server for server, cost in enumerate(costs) if cost < _NEVER]
+        if not able:
             return None
-        server = min(candidates, key=self._outstanding.__getitem__)
-        self._outstanding[server] += 1
-        choice = Choice(next(self._numbers), server, 0.0, 0)
-        self._open[choice.number] = server
-        return choice
+        cached = self._cached_tokens(request)
+        credit = dict(cached)
+        key = _home_key(request)
+        if key is not None:
+            home = self._rendezvous.first(key, able)
+            credit[home] = max(cached.get(home, 0.0), self._others_share * prompt)
+        for server, tokens in credit.items():
+            costs[server] -= _COMPUTE_WEIGHT * tokens * self._queues[server].s_per_token
+        number, best = next(self._numbers), min(costs)
+        equals = [server for server in able if costs[server] == best]
+        server = self._rendezvous.first(number if key is None else key, equals)
+        return self._send(number, request, server, cached.get(server, 0.0), now_s)
 
     def on_first_token(self, choice: Choice, now_s: float) -> None:
         """The first token of a request has come."""
+        sent = self._open.get(choice.number)
+        if sent is not None:
+            sent.has_begun = True
+            self._queues[choice.server].on_first_token(choice.number)
 
     def on_end(self, choice: Choice, now_s: float) -> None:
         """A request has ended, also by an error. Later calls for it do nothing."""
-        server = self._open.pop(choice.number, None)
-        if server is not None:
-            self._outstanding[server] -= 1
+        sent = self._open.pop(choice.number, None)
+        if sent is None:
+            return
+        self._queues[choice.server].on_end(choice.number)
+        if sent.has_begun and self._up[choice.server]:  # its KV is kept from now on
+            self._memory.note(sent.request.prefixes, choice.server)
 
     def on_load(self, server: int, load: ServerLoad, now_s: float) -> None:
         """A server has told its load."""
+        queue = self._queues[server]
+        queue.on_load(load, now_s)
+        kept = 1 - 1 / _NUM_PICTURES
+        self._own_jobs = kept * self._own_jobs + queue.num_open
+        self._all_jobs = kept * self._all_jobs + max(queue.num_open, load.num_jobs)
+        # The reused part of a prompt is counted later than the prompt: the difference may be negative.
+        new_tokens = max(0, load.computed_tokens - self._computed_tokens[server])
+        self._computed_tokens[server] += new_tokens
+        self._memory.on_computed(server, new_tokens, load.kv_tokens)
 
     def on_down(self, server: int, now_s: float) -> None:
         """A server takes no requests until ``on_up``. What it kept counts as lost."""
         self._up[server] = False
+        self._computed_tokens[server] = 0  # it may come back as another process
+        self._memory.forget(server)
+        kept = [(name, last) for name, last in self._sessions.items() if last[0] != server]
+        self._sessions = OrderedDict(kept)
 
     def on_up(self, server: int, now_s: float) -> None:
         """A server takes requests again."""
         self._up[server] = True
+
+    @property
+    def _others_share(self) -> float:
+        """Share of all jobs that other gateways have sent. An earlier turn of a chat that this one
+        does not know has come through one of them with this probability."""
+        return 1 - self._own_jobs / self._all_jobs if self._all_jobs else 0.0
+
+    def _cached_tokens(self, request: RoutedRequest) -> dict[int, float]:
+        """Tokens of the prompt that servers are expected to have."""
+        prompt, prefixes = request.prompt_tokens, request.prefixes
+        cached: dict[int, float] = {}
+        if prefixes:
+            share = prompt / prefixes[-1].end
+            found = self._memory.find(prefixes)
+            cached = {server: share * end for server, end in found.items()}
+        if request.session in self._sessions:
+            # The server holds the KV of a session longer than that of others.
+            server, tokens = self._sessions[request.session]
+            cached[server] = max(cached.get(server, 0.0), min(tokens, prompt))
+        return cached
+
+    def _send(
+        self, number: int, request: RoutedRequest, server: int, cached: float, now_s: float
+    ) -> Choice:
+        queue = self._queues[server]
+        computed = request.prompt_tokens - cached
+        choice = Choice(number, server, queue.wait_s + computed * queue.s_per_token, int(cached))
+        self._open[number] = _Open(request)
+        queue.on_sent(number, computed, now_s)
+        self._memory.note(request.prefixes, server)
+        if request.session is not None:
+            self._sessions[request.session] = server, request.prompt_tokens
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return choice
+
+    def _forget_stale_pictures(self, now_s: float) -> None:
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + STALE_S / 4
+            for queue in self._queues:
+                queue.check_age(now_s)
+
+
+def _home_key(request: RoutedRequest) -> int | None:
+    """What decides on the home of a request: the same for all turns, in all gateways."""
+    return request.conversation if request.session is None else stable_hash(request.session)

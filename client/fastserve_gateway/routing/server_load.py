@@ -30,5 +30,7 @@ class ServerLoad:
             waiting_prompt_tokens=state.waiting_prompt_tokens,
             prefill_tokens_per_s=state.prefill_tokens_per_s,
             kv_tokens=state.device.num_blocks * state.block_size,
-            computed_tokens=totals.prompt_tokens + totals.generation_tokens,
+            computed_tokens=(
+                totals.prompt_tokens - totals.reused_prompt_tokens + totals.generation_tokens
+            ),
         )

@@ -43,6 +43,15 @@ def test_what_a_template_writes_first_comes_first(options: Any) -> None:
     assert not set(keys([SYSTEM, QUESTION], **options)) & set(keys([SYSTEM, QUESTION]))
 
 
+def test_all_turns_of_a_conversation_are_known_by_its_first_question() -> None:
+    turns = [[SYSTEM, QUESTION], [SYSTEM, QUESTION, ANSWER, NEXT]]
+    names = {routed_request(turn, {}).conversation for turn in turns}
+    assert names == {keys(turns[0])[-1]}
+    assert routed_request([SYSTEM, NEXT], {}).conversation not in names
+    assert routed_request([SYSTEM], {}).conversation is None
+    assert routed_request("a text", {}).conversation is None
+
+
 def test_sizes_sessions_and_priorities() -> None:
     request = routed_request([7] * 100, {"max_tokens": 5, "priority": -1})
     assert (request.prompt_tokens, request.output_tokens, request.priority) == (100, 5, -1)

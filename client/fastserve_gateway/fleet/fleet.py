@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -79,7 +80,8 @@ class Fleet:
                 ) as chunks:
                     async for chunk in chunks:
                         if not attempt.has_begun:
-                            attempt.on_first_token()
+                            attempt.has_begun = True
+                            self._on_first_token(attempt)
                         yield chunk
                 return
 
@@ -91,7 +93,9 @@ class Fleet:
         refusals: dict[int, ServerUnavailable] = {}
         while True:
             with self._attempt(request, refusals) as attempt:
-                return await attempt.client.generate(prompt, request_id=request_id, **options)
+                answer = await attempt.client.generate(prompt, request_id=request_id, **options)
+                self._router.on_first_token(attempt.choice, time.monotonic())
+                return answer
 
     async def describe(self, *, timeout_s: float) -> ModelDescription:
         """``timeout_s`` is for each server that is asked. Raises ClientError."""
@@ -160,7 +164,7 @@ class Fleet:
         if refusals:
             refused = self._servers[next(reversed(refusals))]
             metrics.retried.labels(self._model, refused.name).inc()
-        attempt = _Attempt(server.client, partial(self._on_first_token, choice, time.monotonic()))
+        attempt = _Attempt(server.client, choice, time.monotonic())
         try:
             yield attempt
         except ServerUnavailable as error:
@@ -195,11 +199,11 @@ class Fleet:
                 continue
         return await ask(last.client)
 
-    def _on_first_token(self, choice: Choice, sent_s: float) -> None:
-        now_s = time.monotonic()
+    def _on_first_token(self, attempt: _Attempt) -> None:
+        now_s, choice = time.monotonic(), attempt.choice
         self._router.on_first_token(choice, now_s)
         labels = self._model, self._servers[choice.server].name
-        self._metrics.first_token_s.labels(*labels).observe(now_s - sent_s)
+        self._metrics.first_token_s.labels(*labels).observe(now_s - attempt.sent_s)
         if self._chooses:
             self._metrics.expected_s.labels(*labels).observe(choice.delay_s)
 
@@ -217,14 +221,12 @@ class Fleet:
             self._router.on_down(at, time.monotonic())
 
 
+@dataclass(slots=True)
 class _Attempt:
     """One job at one server."""
 
-    def __init__(self, client: AsyncFastServeClient, on_first_token: Callable[[], None]) -> None:
-        self.client = client
-        self.has_begun = False
-        self._on_first_token = on_first_token
-
-    def on_first_token(self) -> None:
-        self.has_begun = True
-        self._on_first_token()
+    client: AsyncFastServeClient
+    choice: Choice
+    sent_s: float
+    has_begun: bool = False
+    """Whether its client has got a token."""

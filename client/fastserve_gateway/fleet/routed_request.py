@@ -24,12 +24,16 @@ _MAX_HASHED_BYTES = 1 << 18
 def routed_request(prompt: Prompt, options: RequestOptions) -> RoutedRequest:
     """Describes a job. A wrong prompt is described somehow: its server refuses it."""
     parts = list(_parts(prompt, options))
+    prefixes = prompt_prefixes(_beginning(parts))
+    asked = _question_end(prompt, parts)
+    conversation = next((prefix.key for prefix in prefixes if prefix.end == asked), None)
     session_id = options.get("session_id")
     session = None if session_id is None else f"{options.get('tenant') or ''}/{session_id}"
     return RoutedRequest(
         prompt_tokens=sum(map(len, parts)) // _BYTES_A_TOKEN,
-        prefixes=prompt_prefixes(_beginning(parts)),
+        prefixes=prefixes,
         output_tokens=options.get("max_tokens"),
+        conversation=conversation,
         session=session,
         priority=options.get("priority") or 0,
     )
@@ -42,13 +46,21 @@ def _parts(prompt: Prompt, options: RequestOptions) -> Iterator[bytes]:
         yield prompt.encode(errors="surrogatepass")
     elif prompt and isinstance(prompt[0], Mapping):
         given: Mapping[str, Any] = options
-        before = {name: given.get(name) for name in _BEFORE_MESSAGES}
-        yield from map(_canonical, (before, *cast("Sequence[Message]", prompt)))
+        yield _canonical({name: given.get(name) for name in _BEFORE_MESSAGES})
+        yield from map(_canonical, cast("Sequence[Message]", prompt))
     else:
         try:
             yield array("i", cast("Sequence[int]", prompt)).tobytes()
         except OverflowError:
             return  # one of them is no token id
+
+
+def _question_end(prompt: Prompt, parts: Sequence[bytes]) -> int | None:
+    """Where the first question of a conversation ends, in bytes of its parts."""
+    for number, message in enumerate(prompt):
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            return sum(map(len, parts[: number + 2]))
+    return None
 
 
 def _beginning(parts: Iterable[bytes]) -> Iterator[bytes]:

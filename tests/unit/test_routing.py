@@ -198,10 +198,10 @@ def test_gateways_agree_on_the_home_of_a_conversation() -> None:
         theirs.on_load(server, load(jobs=10), 0.0)
     for number in range(50):
         question = b"%d" % number * 300
-        first = prompt_prefixes([SYSTEM, question])[-1].key
-        mine = chosen(ours, request(SYSTEM, question, conversation=first))
+        opening = len(prompt_prefixes([SYSTEM, question])) - 1
+        mine = chosen(ours, request(SYSTEM, question, opening=opening))
         finish(ours, mine)
-        turn = request(SYSTEM, question, ANSWER, NEXT, conversation=first)
+        turn = request(SYSTEM, question, ANSWER, NEXT, opening=opening)
         its = chosen(theirs, turn)
         finish(theirs, its)
         assert its.server == mine.server

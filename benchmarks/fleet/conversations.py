@@ -67,8 +67,8 @@ class Conversation:
         """The turn that has begun, as a gateway sees it."""
         prefixes = prompt_prefixes(part.tobytes() for part in self.parts)
         end = sum(4 * len(part) for part in self.parts[:2])
-        opening = next(at for at, prefix in enumerate(prefixes) if prefix.end == end)
-        return RoutedRequest(len(self.prompt), prefixes, opening=opening)
+        conversation = next(prefix.key for prefix in prefixes if prefix.end == end)
+        return RoutedRequest(len(self.prompt), prefixes, conversation=conversation)
 
     def end_turn(self, now_s: float) -> float | None:
         """When the next turn begins; None: it was the last one."""

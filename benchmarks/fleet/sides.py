@@ -89,8 +89,8 @@ class _Hashing(_Simple):
         self._rendezvous = Rendezvous(servers)
 
     def pick(self, request: RoutedRequest) -> int:
-        assert request.opening is not None
-        return self._rendezvous.first(request.prefixes[request.opening].key, self.able)
+        assert request.conversation is not None
+        return self._rendezvous.first(request.conversation, self.able)
 
 
 class _DelayOnly(Router):

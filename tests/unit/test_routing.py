@@ -198,10 +198,10 @@ def test_gateways_agree_on_the_home_of_a_conversation() -> None:
         theirs.on_load(server, load(jobs=10), 0.0)
     for number in range(50):
         question = b"%d" % number * 300
-        opening = len(prompt_prefixes([SYSTEM, question])) - 1
-        mine = chosen(ours, request(SYSTEM, question, opening=opening))
+        first = prompt_prefixes([SYSTEM, question])[-1].key
+        mine = chosen(ours, request(SYSTEM, question, conversation=first))
         finish(ours, mine)
-        turn = request(SYSTEM, question, ANSWER, NEXT, opening=opening)
+        turn = request(SYSTEM, question, ANSWER, NEXT, conversation=first)
         its = chosen(theirs, turn)
         finish(theirs, its)
         assert its.server == mine.server

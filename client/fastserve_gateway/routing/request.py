@@ -17,9 +17,9 @@ class RoutedRequest:
     """Of the prompt (``prompt_prefixes``)."""
     output_tokens: int | None = None
     """The most that it may have; None: unknown."""
-    opening: int | None = None
-    """Index in ``prefixes`` of the one that ends with a chat's first question, and is the same in
-    all of its turns; None: unknown."""
+    conversation: int | None = None
+    """Key of the prefix that ends with a chat's first question, the same in all of its turns; None:
+    unknown."""
     session: str | None = None
     """Names the tenant and its session; None: it belongs to none."""
     priority: int = 0

@@ -8,6 +8,7 @@ speed. docs/replicas.md explains the parts and what each of them gains.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,11 +151,11 @@ class Router:
             return 0.0
         others_share = 1 - self._own_jobs / self._all_jobs
         home_share = min(1.0, _OTHERS_WEIGHT * others_share)
-        if request.opening is None:
-            is_known = request.session in self._sessions
-        else:
-            opening = request.prefixes[request.opening].end / request.prefixes[-1].end
-            is_known = max(cached.values(), default=0.0) >= opening * request.prompt_tokens > 0
+        is_known = request.session in self._sessions
+        if request.conversation is not None and cached:
+            ends = dict(request.prefixes)
+            opening = ends.get(request.conversation, math.inf) / request.prefixes[-1].end
+            is_known |= max(cached.values()) >= opening * request.prompt_tokens
         return home_share * request.prompt_tokens * (_KNOWN_SHARE if is_known else 1.0)
 
     def _cached_tokens(self, request: RoutedRequest) -> dict[int, float]:
@@ -196,6 +197,4 @@ class Router:
 
 def _home_key(request: RoutedRequest) -> int | None:
     """What decides on the home of a request: the same for all turns, in all gateways."""
-    if request.session is not None:
-        return stable_hash(request.session)
-    return None if request.opening is None else request.prefixes[request.opening].key
+    return request.conversation if request.session is None else stable_hash(request.session)

@@ -18,7 +18,7 @@ class RoutedRequest:
     output_tokens: int | None = None
     """The most that it may have; None: unknown."""
     conversation: int | None = None
-    """Key of the prefix that ends with the first question, the same in all turns of a chat; None:
+    """Key of the prefix that ends with a chat's first question, the same in all of its turns; None:
     unknown."""
     session: str | None = None
     """Names the tenant and its session; None: it belongs to none."""

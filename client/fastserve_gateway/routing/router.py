@@ -8,8 +8,9 @@ speed. docs/replicas.md explains the parts and what each of them gains.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,10 @@ MAX_SESSIONS: Final = 1 << 16
 
 # A token of the prompt that has to be computed counts so many times: it delays later requests too.
 _COMPUTE_WEIGHT = 4.0
+# A home counts as having the prompt, times so often the share of jobs of other gateways, at most 1.
+_OTHERS_WEIGHT = 2.0
+# But only so much of it, where this gateway has sent an earlier turn itself: mostly the latest one.
+_KNOWN_SHARE = 0.8
 # The share of other gateways is that of about so many latest pictures.
 _NUM_PICTURES = 200
 _NEVER = float("inf")
@@ -88,7 +93,7 @@ class Router:
         key = _home_key(request)
         if key is not None:
             home = self._rendezvous.first(key, able)
-            credit[home] = max(cached.get(home, 0.0), self._others_share * prompt)
+            credit[home] = max(cached.get(home, 0.0), self._home_tokens(request, cached))
         for server, tokens in credit.items():
             costs[server] -= _COMPUTE_WEIGHT * tokens * self._queues[server].s_per_token
         number, best = next(self._numbers), min(costs)
@@ -119,7 +124,7 @@ class Router:
         kept = 1 - 1 / _NUM_PICTURES
         self._own_jobs = kept * self._own_jobs + queue.num_open
         self._all_jobs = kept * self._all_jobs + max(queue.num_open, load.num_jobs)
-        # The reused part of a prompt is counted later than the prompt: the difference may be negative.
+        # The reused part of a prompt is counted after the prompt: this may be negative.
         new_tokens = max(0, load.computed_tokens - self._computed_tokens[server])
         self._computed_tokens[server] += new_tokens
         self._memory.on_computed(server, new_tokens, load.kv_tokens)
@@ -136,11 +141,22 @@ class Router:
         """A server takes requests again."""
         self._up[server] = True
 
-    @property
-    def _others_share(self) -> float:
-        """Share of all jobs that other gateways have sent. An earlier turn of a chat that this one
-        does not know has come through one of them with this probability."""
-        return 1 - self._own_jobs / self._all_jobs if self._all_jobs else 0.0
+    def _home_tokens(self, request: RoutedRequest, cached: Mapping[int, float]) -> float:
+        """How many tokens of the prompt its home counts as having.
+
+        Other gateways may have sent earlier turns there. Gateways agree only if each sends what it
+        does not know there, also the first turn.
+        """
+        if not self._all_jobs:
+            return 0.0
+        others_share = 1 - self._own_jobs / self._all_jobs
+        home_share = min(1.0, _OTHERS_WEIGHT * others_share)
+        is_known = request.session in self._sessions
+        if request.conversation is not None and cached:
+            ends = dict(request.prefixes)
+            opening = ends.get(request.conversation, math.inf) / request.prefixes[-1].end
+            is_known |= max(cached.values()) >= opening * request.prompt_tokens
+        return home_share * request.prompt_tokens * (_KNOWN_SHARE if is_known else 1.0)
 
     def _cached_tokens(self, request: RoutedRequest) -> dict[int, float]:
         """Tokens of the prompt that servers are expected to have."""

@@ -9,8 +9,8 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,19 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from gateway_thread import gateway_thread
 from lone_gateway import settings
+from running_gateway import running_gateway
 from serving_client import GrpcStream, metric, unfinished_jobs, wait_until_idle
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
 RESTART_TIMEOUT_S = 60.0
-REQUEST_TIMEOUT_S = 30.0
-RUNNING, QUEUED = 2, 4
+REQUEST_TIMEOUT_S = 60.0
+RUNNING, QUEUED = 2, 6
 """Most jobs of a server that run, and most that are unfinished."""
 SHORT: dict[str, Any] = {
     "model": "fastserve", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True,
 }  # fmt: skip
-LONG = {**SHORT, "max_tokens": 600, "stream": True}
+LONG = {**SHORT, "max_tokens": 800, "stream": True}
 IGNORE_EOS = {"ignore_eos": True}
 DONE = "data: [DONE]"
 LOST = 'data: {"error":{"message":"the model server takes no requests now",'
@@ -132,18 +133,12 @@ def replicas(
         running.stop()
 
 
-@contextmanager
-def front_of(replicas: Replicas) -> Iterator[Front]:
+@pytest.fixture(scope="module")
+def front(replicas: Replicas) -> Iterator[Front]:
     urls = [replicas.url(number) for number in range(2)]
     with gateway_thread(replace(settings(), urls=urls)) as gateway:
         front = Front(gateway.url, replicas)
         front.wait_until_up()
-        yield front
-
-
-@pytest.fixture(scope="module")
-def front(replicas: Replicas) -> Iterator[Front]:
-    with front_of(replicas) as front:
         yield front
 
 
@@ -158,8 +153,13 @@ class Streams:
         self._front = front
         self._fields = {**LONG, **fields}
         self._begun = threading.Semaphore(0)
-        self._pool = ThreadPoolExecutor(number)
-        self._reads = [self._pool.submit(self._read, n) for n in range(number)]
+        self._pool = ThreadPoolExecutor(2 * QUEUED)
+        self._reads: list[Future[str]] = []
+        self.start(number)
+
+    def start(self, number: int = 1) -> None:
+        for _ in range(number):
+            self._reads.append(self._pool.submit(self._read, len(self._reads)))
 
     def wait_until_begun(self, number: int) -> None:
         for _ in range(number):
@@ -214,11 +214,17 @@ def test_a_session_stays_with_its_server(front: Front, session: str) -> None:
     assert len(servers) == 1
 
 
-def test_gateways_agree_without_knowing_each_other(front: Front, replicas: Replicas) -> None:
-    with front_of(replicas) as other:
-        for topic in ("clocks", "stamps", "clouds", "bread"):
-            prompt = prompt_about(topic)
-            assert front.server_of(prompt=prompt) == other.server_of(prompt=prompt)
+def test_gateways_work_side_by_side(front: Front, replicas: Replicas, tmp_path: Path) -> None:
+    """Both together fill the servers, though neither knows what the other sends."""
+    other_url = ("--url", replicas.url(1))
+    with running_gateway(replicas.url(0), tmp_path / "gateway.log", *other_url) as gateway:
+        other = Front(gateway.url, replicas)
+        other.wait_until_up()
+        streams = [Streams(one, QUEUED, max_tokens=100) for one in (front, other)]
+        assert [one.end() for one in streams] == [(QUEUED, 0)] * 2
+        session = front.server_of(session_id="shared")
+        assert other.complete(session_id="shared").status_code == 200
+        assert front.server_of(session_id="shared") == session
 
 
 # --- servers that are full or lost ----------------------------------------------------------------
@@ -226,7 +232,8 @@ def test_gateways_agree_without_knowing_each_other(front: Front, replicas: Repli
 
 def test_a_full_server_is_passed_over(front: Front, replicas: Replicas) -> None:
     """Its queue is filled behind the gateway's back, and a session's next turn would go there."""
-    session = next(name for name in "defghijkl" if front.server_of(session_id=name) == 0)
+    first = front.server_of(session_id="full")
+    second = 1 - first
     with ExitStack() as stack:
 
         def fill(endpoints: Endpoints) -> None:
@@ -237,13 +244,13 @@ def test_a_full_server_is_passed_over(front: Front, replicas: Replicas) -> None:
                 stack.callback(job.cancel)
             wait_for(lambda: unfinished_jobs(endpoints.metrics_url) == QUEUED)
 
-        fill(replicas[0].endpoints)
+        fill(replicas[first].endpoints)
         before = front.sent()
-        assert front.complete(session_id=session).status_code == 200
-        assert (front.sent() - before)[1] == 1
-        assert front.is_up(0)
-        fill(replicas[1].endpoints)
-        answer = front.complete(session_id=session)
+        assert front.complete(session_id="full").status_code == 200
+        assert (front.sent() - before)[second] == 1
+        assert front.is_up(first)
+        fill(replicas[second].endpoints)
+        answer = front.complete(session_id="full")
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
     assert "Retry-After" in answer.headers
     for number in range(2):
@@ -306,15 +313,18 @@ def test_the_live_view_shows_each_server(front: Front) -> None:
 
 def test_what_a_lost_server_had_not_begun_goes_to_the_other(front: Front) -> None:
     """The last test: it leaves one server."""
-    sessions = {front.server_of(session_id=name): name for name in "mnopqrstuvwxyz"}
+    lost = front.server_of(session_id="lost")
     before = front.sent()
-    # One waits, and after the loss the other server has room for it and for the session.
-    streams = Streams(front, 2 * RUNNING + 1)
+    streams = Streams(front, 2 * RUNNING, max_tokens=1200)
     streams.wait_until_begun(2 * RUNNING)
-    lost, other = (server for server, _ in (front.sent() - before).most_common())
+    while (front.sent() - before)[lost] <= RUNNING:  # until one of its streams waits
+        num_sent = front.sent().total()
+        streams.start()
+        wait_for(lambda: front.sent().total() > num_sent)  # noqa: B023
+    num_streams = (front.sent() - before).total()
     os.kill(front.replicas[lost].pid, signal.SIGKILL)
     wait_for(lambda: not front.is_up(lost))
-    assert front.server_of(session_id=sessions[lost]) == other
-    assert streams.end() == (RUNNING + 1, RUNNING)
+    assert front.server_of(session_id="lost") == 1 - lost
+    assert streams.end() == (num_streams - RUNNING, RUNNING)
     assert front.of_server("fastserve_gateway_jobs_retried_total", lost) == 1
     assert httpx2.get(f"{front.url}/health").status_code == 200

@@ -89,16 +89,19 @@ class Router:
         if not able:
             return None
         cached = self._cached_tokens(request)
-        credit = dict(cached)
+        for server, tokens in cached.items():
+            costs[server] -= _COMPUTE_WEIGHT * tokens * self._queues[server].s_per_token
         key = _home_key(request)
         if key is not None:
             home = self._rendezvous.first(key, able)
-            credit[home] = max(cached.get(home, 0.0), self._home_tokens(request, cached))
-        for server, tokens in credit.items():
-            costs[server] -= _COMPUTE_WEIGHT * tokens * self._queues[server].s_per_token
+            lacking = self._home_tokens(request, cached) - cached.get(home, 0.0)
+            if lacking > 0:
+                costs[home] -= _COMPUTE_WEIGHT * lacking * self._queues[home].s_per_token
         number, best = next(self._numbers), min(costs)
-        equals = [server for server in able if costs[server] == best]
-        server = self._rendezvous.first(number if key is None else key, equals)
+        server = costs.index(best)
+        if costs.count(best) > 1:
+            equals = [server for server in able if costs[server] == best]
+            server = self._rendezvous.first(number if key is None else key, equals)
         return self._send(number, request, server, cached.get(server, 0.0), now_s)
 
     def on_first_token(self, choice: Choice, now_s: float) -> None:

@@ -21,6 +21,7 @@ from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.messages_schema import ConversationRequest
 from fastserve_gateway.metrics import note_tenant
+from fastserve_gateway.request_traces import note_model
 from fastserve_gateway.schemas import RequestBody
 from fastserve_gateway.served_models import ServedModel, find_model
 from fastserve_gateway.service import service_options
@@ -67,6 +68,7 @@ class Responder:
         body = await read_body(request, schema, settings.max_body_bytes, take)
         model = find_model(self.models, body.model)
         check_number_of_jobs(body, settings.max_jobs)
+        note_model(body.model)
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)

@@ -74,6 +74,7 @@ class FinishedCopy(NamedTuple):
     """A copy and its result."""
 
     transfer: Transfer
+    sent_s: float
     result: CopyResult
 
 
@@ -88,7 +89,7 @@ class SentWork:
         """Replaced when the ranks are; nothing may be unfinished then."""
         self.steps: deque[SentStep] = deque()
         """Unfinished steps, the oldest first."""
-        self._copies: dict[int, Transfer] = {}  # unfinished
+        self._copies: dict[int, tuple[Transfer, float]] = {}  # unfinished, and when they were sent
         self._clock = clock
         self._counters = counters
         # End of the last step. None once the ranks had no step for another reason than the engine's
@@ -130,7 +131,7 @@ class SentWork:
 
     def send_copies(self, transfers: Sequence[Transfer], block_size: int) -> None:
         for transfer in transfers:
-            self._copies[transfer.id] = transfer
+            self._copies[transfer.id] = transfer, self._clock.now()
             self.executor.copy(build_copy(transfer, block_size))
 
     def receive(
@@ -153,7 +154,7 @@ class SentWork:
             self.executor.check()
             return None
         if isinstance(result, CopyResult):
-            return FinishedCopy(self._copies.pop(result.transfer_id), result)
+            return FinishedCopy(*self._copies.pop(result.transfer_id), result)
         return None if result is None else self._finish_step(result)
 
     def forget(self) -> None:

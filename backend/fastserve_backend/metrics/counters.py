@@ -105,6 +105,10 @@ class EngineSnapshot:
     """Jobs by priority; priorities without jobs are left out."""
     swapped: int
     """Waiting jobs whose KV is on the host, or on its way from or to it."""
+    block_size: int
+    """Tokens of a block."""
+    num_groups: int
+    """Blocks that hold the same ``block_size`` tokens: one of each group of layers."""
     num_blocks: int
     free_blocks: int
     num_host_blocks: int

@@ -12,12 +12,20 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TENANT, TEXT_INPUT
+from fastserve_client.protocol import (
+    MAX_TOKENS,
+    MODEL_NAME,
+    TEMPERATURE,
+    TENANT,
+    TEXT_INPUT,
+    TRACE_HEADERS,
+    TRACEPARENT,
+)
 
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
@@ -44,6 +52,8 @@ _STUB_TIMEOUT_S = 120
 _RESPONSE_THREADS = 2
 _READY_POLL_S = 0.05
 _PROBE_PROMPT = "Hello"
+# W3C's trace context of a request that nobody traces.
+_NOT_SAMPLED = f"00-{1:032x}-{1:016x}-00"
 # A server says in the last lines of its log why it ended, but not in tables and notes.
 _LOG_TAIL_BYTES = 16384
 _LOG_TAIL_LINES = 8
@@ -55,6 +65,9 @@ _MAX_OPEN_FILES = 65536
 
 # The python backend makes such a directory in every server; a killed server leaves it behind.
 _BACKEND_DIRECTORIES = ("/tmp", "python_env_??????")
+
+# Twice what the largest conversation may have (`codec.MAX_MESSAGES_BYTES`): JSON escapes quotes.
+_MAX_HTTP_INPUT_BYTES = 32 << 20
 
 _RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 
@@ -83,7 +96,8 @@ class ServerProcess:
         self._foreign_directories = _backend_directories()
         self._own_directories: set[Path] | None = None  # known once the server is ready
         runtime.clear_reports()
-        command = [str(installation.binary), *backend_flags, *_flags(runtime, endpoints)]
+        flags = _flags(runtime, endpoints, installation.offered_flags())
+        command = [str(installation.binary), *backend_flags, *flags]
         environment = installation.environment(os.environ) | runtime.environment()
         log: IO[bytes] | None = None if log_path is None else log_path.open("ab")
         try:
@@ -249,7 +263,13 @@ class ServerProcess:
 
     def _generate(self, timeout_s: float, problems: list[LaunchError]) -> None:
         body = json.dumps(
-            {TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0, TENANT: self._tenant}
+            {
+                TEXT_INPUT: _PROBE_PROMPT,
+                MAX_TOKENS: 1,
+                TEMPERATURE: 0.0,
+                TENANT: self._tenant,
+                TRACEPARENT: _NOT_SAMPLED,
+            }
         )
         path = f"/v2/models/{MODEL_NAME}/generate"
         try:
@@ -294,7 +314,7 @@ def _backend_directories() -> set[Path]:
     return set(Path(parent).glob(pattern))
 
 
-def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
+def _flags(runtime: RuntimeDirectory, endpoints: Endpoints, offered: frozenset[str]) -> list[str]:
     http_host = grpc_host = endpoints.host
     if ":" in endpoints.host:  # IPv6, as libevent and as gRPC want it
         http_host, grpc_host = f"ipv6:{endpoints.host}", f"[{endpoints.host}]"
@@ -322,8 +342,21 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         "--grpc-keepalive-time=5000",
         "--grpc-keepalive-timeout=10000",
         "--grpc-http2-max-pings-without-data=0",
-        f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}",
         f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
         f"--backend-config=python,thread-pool-size={_RESPONSE_THREADS}",
+        *_flags_by_release(offered),
     ]
+
+
+def _flags_by_release(offered: frozenset[str]) -> Iterator[str]:
+    if "http-max-input-size" in offered:  # since 25.06
+        yield f"--http-max-input-size={_MAX_HTTP_INPUT_BYTES}"
+    forwarded: tuple[str, ...] = TRACE_HEADERS
+    if "allow-client-shm" in offered:  # since 26.04
+        yield "--allow-client-shm=false"
+    else:
+        # Releases since 26.05 refuse requests whose forwarded headers have names of Triton's own.
+        # Since 26.04 a response after such a stream's error does no harm (server#8708).
+        forwarded = (GRPC_STATUS_HEADER, *TRACE_HEADERS)
+    yield f"--grpc-header-forward-pattern=^({'|'.join(forwarded)})$"

@@ -68,7 +68,12 @@ class Fleet:
         return len(self._servers) > 1
 
     async def stream(
-        self, prompt: Prompt, *, request_id: str, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        trace_context: Mapping[str, str] | None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Chunk]:
         """Yields the chunks of a job. Closing the generator cancels the job. Raises ClientError."""
         request = self._request(prompt, options)
@@ -76,7 +81,7 @@ class Fleet:
         while True:
             with self._attempt(request, refusals) as attempt:
                 async with attempt.client.stream(
-                    prompt, request_id=request_id, **options
+                    prompt, request_id=request_id, trace_context=trace_context, **options
                 ) as chunks:
                     async for chunk in chunks:
                         if not attempt.has_begun:
@@ -86,14 +91,21 @@ class Fleet:
                 return
 
     async def generate(
-        self, prompt: Prompt, *, request_id: str, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        trace_context: Mapping[str, str] | None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """The whole completion. Raises ClientError."""
         request = self._request(prompt, options)
         refusals: dict[int, ServerUnavailable] = {}
         while True:
             with self._attempt(request, refusals) as attempt:
-                answer = await attempt.client.generate(prompt, request_id=request_id, **options)
+                answer = await attempt.client.generate(
+                    prompt, request_id=request_id, trace_context=trace_context, **options
+                )
                 self._router.on_first_token(attempt.choice, time.monotonic())
                 return answer
 

@@ -115,7 +115,7 @@ def make_conversations(
         (system,) = rng.choices(systems, weights)
         turns: list[Turn] = []
         total = len(system)
-        added = DOCUMENT_TOKENS if rng.random() < documents else 0
+        added = DOCUMENT_TOKENS if documents and rng.random() < documents else 0
         for _ in range(1 + min(MOST_TURNS - 1, int(rng.expovariate(1 / (MEAN_TURNS - 0.5))))):
             question, answer = rng.choice(lengths)
             question, added = question + added, 0

@@ -32,6 +32,8 @@ SYSTEM = System("llama-3-8b v100-32g", "llama-3-8b", "v100-32g", 8192)
 # stays where it is at 0.22, and grows at 0.25. Larger fleets under round robin bear a little less.
 CAPACITY = 0.24
 SLOWNESS = 3.0
+# Share of chats with a document, and how many fewer chats come then.
+DOCUMENTS, DOCUMENTS_RATE = 0.2, 0.8
 console = Console(width=140)
 
 
@@ -89,7 +91,8 @@ class Cell:
         num_servers = self.num_servers
         # What is left when one server has a third of its speed.
         power = num_servers - (1 - 1 / SLOWNESS) * is_slow
-        rate = self.load * CAPACITY * power
+        has_documents = self.trouble == "documents"
+        rate = self.load * CAPACITY * power * (DOCUMENTS_RATE if has_documents else 1)
         servers = [
             SimulatedServer(SYSTEM, SLOWNESS if is_slow and number == 0 else 1.0)
             for number in range(num_servers)
@@ -101,7 +104,7 @@ class Cell:
         simulation = FleetSimulation(
             servers,
             routers,
-            make_conversations(rate, self.span_s, seed),
+            make_conversations(rate, self.span_s, seed, DOCUMENTS if has_documents else 0.0),
             warm_up_s=self.span_s / 3,
             span_s=self.span_s,
             seed=seed,
@@ -156,9 +159,10 @@ def main() -> None:
     parser.add_argument("--sides", help="names, separated by semicolons; default: all")
     parser.add_argument(
         "--trouble",
-        choices=("", "slow", "dies"),
+        choices=("", "slow", "dies", "documents"),
         default="",
-        help="slow: one server takes three times as long; dies: one dies half-way",
+        help="slow: one server takes three times as long; dies: one dies half-way; documents: a "
+        "fifth of the chats begin with a document of 4000 tokens",
     )
     parser.add_argument("--capacity", help="rates to try, instead of a race")
     parser.add_argument("--output", type=Path, help="a file that gets a line of JSON for each run")

@@ -18,6 +18,7 @@ NUM_SYSTEM_PROMPTS = 16
 LEAST_SYSTEM, MOST_SYSTEM = 200, 2000
 MEAN_TURNS, MOST_TURNS = 6, 20
 MOST_TOKENS = 8000  # of a conversation
+DOCUMENT_TOKENS = 4000
 # Seconds from an answer to the next question: half of them up to the median, a few very long.
 MEDIAN_THOUGHT_S, THOUGHT_SIGMA, LONGEST_THOUGHT_S = 10.0, 0.8, 120.0
 # Of the turns before the simulation.
@@ -91,10 +92,15 @@ class Conversation:
         return array("i", range(first, first + count))
 
 
-def make_conversations(rate: float, span_s: float, seed: int) -> list[Conversation]:
+def make_conversations(
+    rate: float, span_s: float, seed: int, documents: float = 0.0
+) -> list[Conversation]:
     """Chats that begin at random times, ``rate`` a second in the mean.
 
     Those that have begun before the simulation, and go on, are in the middle of a conversation.
+
+    Args:
+        documents: share of chats whose first question has a document.
     """
     rng = random.Random(seed)
     lengths = load_lengths("sharegpt", LengthLimits(max_total_tokens=2048))
@@ -109,8 +115,10 @@ def make_conversations(rate: float, span_s: float, seed: int) -> list[Conversati
         (system,) = rng.choices(systems, weights)
         turns: list[Turn] = []
         total = len(system)
+        added = DOCUMENT_TOKENS if documents and rng.random() < documents else 0
         for _ in range(1 + min(MOST_TURNS - 1, int(rng.expovariate(1 / (MEAN_TURNS - 0.5))))):
             question, answer = rng.choice(lengths)
+            question, added = question + added, 0
             total += question + answer
             if turns and total > MOST_TOKENS:
                 break

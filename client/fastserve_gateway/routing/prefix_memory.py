@@ -9,7 +9,7 @@ from typing import Final
 from fastserve_gateway.routing.prefixes import Prefix
 
 MAX_PAIRS: Final = 1 << 17
-"""Pairs of a prefix and a server, about 20 MiB. They cover 16 million tokens."""
+"""Pairs of a prefix and a server, about 50 MiB. They cover 16 million tokens of text."""
 
 
 class PrefixMemory:

@@ -169,7 +169,7 @@ class Router:
             share = prompt / prefixes[-1].end
             found = self._memory.find(prefixes)
             cached = {server: share * end for server, end in found.items()}
-        if request.session in self._sessions:
+        if request.session is not None and request.session in self._sessions:
             # The server holds the KV of a session longer than that of others.
             server, tokens = self._sessions[request.session]
             cached[server] = max(cached.get(server, 0.0), min(tokens, prompt))

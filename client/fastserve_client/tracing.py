@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from fastserve_client.errors import ClientError
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL = "http/protobuf"
+_USER = re.compile(r"^(\w+://)?.*@")
+_QUERY = re.compile(r"[?#].*")
 _HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 
 
@@ -61,14 +64,14 @@ def open_tracer(service_name: str) -> Tracer | None:
 
 def _without_keys(variable: str, endpoint: str) -> str:
     """The endpoint for messages and logs: a URL may hold a password or a key."""
+    shown = _QUERY.sub("", _USER.sub(r"\1", endpoint))
     try:
         parts = urlsplit(endpoint)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise TracesError(f"{variable}: must be a URL like http://127.0.0.1:4318") from None
-    shown = SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
-    if parts.scheme not in ("http", "https") or not host or port == 0:
-        allowed = "must begin with http:// or https:// and have a host"
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        is_usable = False
+    if not is_usable:
+        allowed = "must begin with http:// or https://, and name a host"
         raise TracesError(f"{variable}: got {shown!r}; {allowed}")
     return shown
 

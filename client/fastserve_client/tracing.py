@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from fastserve_client.endpoint import without_keys
 from fastserve_client.errors import ClientError
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL = "http/protobuf"
-_USER = re.compile(r"^(\w+://)?.*@")
-_QUERY = re.compile(r"[?#].*")
 _HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 
 
@@ -42,7 +40,7 @@ def open_tracer(service_name: str) -> Tracer | None:
     variable = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
     if variable is None or _is_disabled():
         return None
-    destination = _without_keys(variable, os.environ[variable])
+    destination = _check_endpoint(variable, os.environ[variable])
     for name in _PROTOCOLS:
         protocol = os.environ.get(name) or _PROTOCOL
         if protocol != _PROTOCOL:
@@ -62,9 +60,9 @@ def open_tracer(service_name: str) -> Tracer | None:
         raise TracesError(f"a variable of OpenTelemetry cannot be used: {error}") from None
 
 
-def _without_keys(variable: str, endpoint: str) -> str:
-    """The endpoint for messages and logs: a URL may hold a password or a key."""
-    shown = _QUERY.sub("", _USER.sub(r"\1", endpoint))
+def _check_endpoint(variable: str, endpoint: str) -> str:
+    """Returns the endpoint as the log shows it."""
+    shown = without_keys(endpoint)
     try:
         parts = urlsplit(endpoint)
         is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -104,6 +104,7 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         sessions_held=kv.num_sessions_held,
         held_blocks=held.device,
         held_host_blocks=held.idle_host,
+        held_disk_blocks=kv.tiers.disk.slots.num_used,
     )
 
 

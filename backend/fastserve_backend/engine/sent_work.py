@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fastserve_backend.engine.step_builder import build_copy
+from fastserve_backend.engine.step_builder import build_copy, build_disk_copy
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.metrics.counters import EngineCounters
@@ -73,7 +74,7 @@ class FinishedStep(NamedTuple):
 class FinishedCopy(NamedTuple):
     """A copy and its result."""
 
-    transfer: Transfer
+    transfer: Transfer | DiskTransfer
     sent_s: float
     result: CopyResult
 
@@ -89,7 +90,8 @@ class SentWork:
         """Replaced when the ranks are; nothing may be unfinished then."""
         self.steps: deque[SentStep] = deque()
         """Unfinished steps, the oldest first."""
-        self._copies: dict[int, tuple[Transfer, float]] = {}  # unfinished, and when they were sent
+        # Unfinished, and when they were sent.
+        self._copies: dict[int, tuple[Transfer | DiskTransfer, float]] = {}
         self._clock = clock
         self._counters = counters
         # End of the last step. None once the ranks had no step for another reason than the engine's
@@ -133,6 +135,11 @@ class SentWork:
         for transfer in transfers:
             self._copies[transfer.id] = transfer, self._clock.now()
             self.executor.copy(build_copy(transfer, block_size))
+
+    def send_disk_copies(self, transfers: Sequence[DiskTransfer]) -> None:
+        for transfer in transfers:
+            self._copies[transfer.id] = transfer, self._clock.now()
+            self.executor.copy(build_disk_copy(transfer))
 
     def receive(
         self, timeout_s: float | None, *, jobs_wait: bool

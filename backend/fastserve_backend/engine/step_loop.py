@@ -22,6 +22,7 @@ from fastserve_backend.engine.steps_ahead import EarlyEnd, StepsAhead
 from fastserve_backend.engine.unfinished_jobs import UnfinishedJobs
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job, JobState
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.round import StepVerdict
@@ -204,6 +205,7 @@ class StepLoop:
         batch = fill_batch(jobs, limits, in_flight, kv_round)
         result = kv_round.commit()
         self._work.send_copies(result.transfers, self.kv.tiers.device.block_size)
+        self._work.send_disk_copies(result.disk_transfers)
         if result.verdict is not StepVerdict.SEND:
             return None
         return NextStep(batch, result.prefix_copies)
@@ -267,16 +269,18 @@ class StepLoop:
     # --- Results ------------------------------------------------------------------------------
 
     def _apply_copy(self, finished: FinishedCopy) -> None:
-        transfer, error = finished.transfer, finished.result.error
+        transfer, error, seconds = finished.transfer, finished.result.error, finished.result.seconds
         if error is not None:
             _log.warning("copying KV blocks failed: %s", error)
+        succeeded = error is None
+        if isinstance(transfer, DiskTransfer):
+            self.kv.on_disk_transfer_finished(transfer, succeeded=succeeded, seconds=seconds)
+            return
         job = self.jobs.get(transfer.job_number)
         if job is not None and job.trace is not None:
             num_blocks = len(transfer.device_blocks)
             job.trace.add(transfer.kind.value, finished.sent_s, self._clock.now(), num_blocks)
-        self.kv.on_transfer_finished(
-            transfer.job_number, succeeded=error is None, seconds=finished.result.seconds
-        )
+        self.kv.on_transfer_finished(transfer.job_number, succeeded=succeeded, seconds=seconds)
 
     def _apply_step(self, finished: FinishedStep) -> None:
         sent = finished.sent

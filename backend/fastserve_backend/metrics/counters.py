@@ -50,6 +50,11 @@ class EngineCounters:
     """KV that swap-outs did not copy, because the host had it already."""
     swap_stall_s: float = 0.0
     """Seconds in which no step ran because all runnable jobs waited for copies."""
+    disk_write_bytes: int = 0
+    """KV of paused sessions that was written to the disk."""
+    disk_read_bytes: int = 0
+    disk_failures: int = 0
+    """Writes and reads that failed, and reads that took too long."""
     finished: Counter[str] = field(default_factory=Counter)
     """Jobs by finish reason, without refused jobs."""
     refused: int = 0
@@ -119,3 +124,5 @@ class EngineSnapshot:
     held_blocks: int
     """Device blocks of held KV."""
     held_host_blocks: int
+    held_disk_blocks: int
+    """Slots of the disk in use, also for KV that is on the host too."""

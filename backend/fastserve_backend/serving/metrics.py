@@ -61,6 +61,8 @@ _DESCRIPTIONS = {
     "fastserve_swap_bytes_total": "KV copied from the device to the host (out) and back (in)",
     "fastserve_swap_bytes_avoided_total": "KV that the host had already when a job was swapped out",
     "fastserve_swap_stall_seconds_total": "Time in which all jobs that could run awaited copies",
+    "fastserve_disk_bytes_total": "KV of sessions written to the disk (out) and read back (in)",
+    "fastserve_disk_failures_total": "Failed writes and reads of KV on the disk",
     "fastserve_requests_total": "Ended jobs by finish reason",
     "fastserve_requests_rejected_total": "Requests refused before they became jobs",
     "fastserve_slo_attained_total": "Completed jobs that kept their latency objective",
@@ -225,6 +227,9 @@ class MetricsPublisher:
         yield "fastserve_swap_bytes_total", {"direction": "in"}, counters.swap_in_bytes
         yield "fastserve_swap_bytes_avoided_total", {}, counters.swap_avoided_bytes
         yield "fastserve_swap_stall_seconds_total", {}, counters.swap_stall_s
+        yield "fastserve_disk_bytes_total", {"direction": "out"}, counters.disk_write_bytes
+        yield "fastserve_disk_bytes_total", {"direction": "in"}, counters.disk_read_bytes
+        yield "fastserve_disk_failures_total", {}, counters.disk_failures
         yield "fastserve_worker_restarts_total", {}, counters.worker_restarts
         if self._engine.predictions is not None:
             yield from prediction_metrics.samples(self._engine.predictions)
@@ -256,6 +261,7 @@ class MetricsPublisher:
         yield "fastserve_sessions_held", {}, snapshot.sessions_held
         yield "fastserve_session_blocks", {"tier": "device"}, snapshot.held_blocks
         yield "fastserve_session_blocks", {"tier": "host"}, snapshot.held_host_blocks
+        yield "fastserve_session_blocks", {"tier": "disk"}, snapshot.held_disk_blocks
         yield "fastserve_requests_rejected_total", {}, self._num_rejected()
 
 

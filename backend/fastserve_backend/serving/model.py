@@ -72,9 +72,12 @@ class TritonPythonModel:
             pb_utils.TritonModelException: the model cannot be loaded; the message says why.
         """
         log_to_stderr()
+        self._model_name = args["model_name"]
         runtime = RuntimeDirectory.from_environment()
-        if runtime is not None:
-            runtime.report_stub()
+        self._reports = None if runtime is None else runtime.own_reports()
+        if runtime is not None and self._reports is not None:
+            self._reports.start(self._model_name)
+            runtime.prepare_stub()
         self._guard = ParentGuard(runtime, self._drain)
         clock = MonotonicClock()
         try:
@@ -85,11 +88,10 @@ class TritonPythonModel:
             if not isinstance(error, (FastServeError, TracesError)):
                 logger.exception("the model could not be loaded")
             reason = str(error) or repr(error)
-            if runtime is not None:
-                runtime.report_failure(reason)
+            if self._reports is not None:
+                self._reports.report_failure(reason)
             self._guard.close()
             raise pb_utils.TritonModelException(reason) from None
-        self._model_name = args["model_name"]
         self._wall_clock = WallClock(clock)
         self._num_rejected = 0
         self._metrics = MetricsPublisher(
@@ -98,6 +100,8 @@ class TritonPythonModel:
         self._emitters = [Emitter(self._metrics.on_request_change) for _ in range(_EMITTERS)]
         self._next_emitter = cycle(self._emitters)
         self._guard.watch(self._engine, [emitter.current_call for emitter in self._emitters])
+        if self._reports is not None:
+            self._reports.loaded.set()
 
     def execute(self, requests: list[Any]) -> None:
         """Accept or refuse each request. The emitters send the responses later."""
@@ -142,6 +146,8 @@ class TritonPythonModel:
         if self._tracer is not None:
             self._tracer.close()
         self._guard.close()
+        if self._reports is not None:
+            self._reports.withdraw()
         logger.info("unloaded")
 
     def _count_rejected(self) -> int:

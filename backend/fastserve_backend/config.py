@@ -56,6 +56,7 @@ class EngineConfig(Section):
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems)) from None
         problems = [
             *config.parallel.impossible_combinations(),
+            *config.kv_cache.impossible_combinations(),
             *config.scheduler.impossible_combinations(),
         ]
         if problems:
@@ -83,16 +84,21 @@ class EngineConfig(Section):
 
         Key names are unique over all sections, so that each can be a flag of ``fastserve serve``.
         """
-        values = self.model_dump()
+        sections = {key: section for section, keys in self.model_dump().items() for key in keys}
+        values = self.model_dump(
+            exclude_unset=True
+        )  # so that `sets` still tells keys from defaults
         for key, value in keys.items():
-            section = next((name for name in values if key in values[name]), None)
-            if section is None:
-                known = sorted(
-                    name for section_values in values.values() for name in section_values
-                )
-                raise ConfigError(f"{key}: unknown key; known keys are {', '.join(known)}")
-            values[section][key] = value
+            if key not in sections:
+                known = ", ".join(sorted(sections))
+                raise ConfigError(f"{key}: unknown key; known keys are {known}")
+            values.setdefault(sections[key], {})[key] = value
         return EngineConfig.from_dict(values)
+
+    def sets(self, key: str) -> bool:
+        """Whether a file or a flag gave the key, even if it gave the default."""
+        sections = (getattr(self, name) for name in self.model_fields_set)
+        return any(key in section.model_fields_set for section in sections)
 
 
 def _describe(item: Any) -> str:

@@ -99,6 +99,13 @@ class ParallelSection(Section):
         le=65534,
         description="Port where ranks of several hosts meet; the next port is the engine's.",
     )
+    host_share: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Share of a host's cores and free memory for the ranks of this model; serve "
+        "divides both among several models.",
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -176,6 +183,19 @@ class KVCacheSection(Section):
         le=2**20,
         description="Host memory of each rank for preempted jobs' KV, GiB; 0: none is swapped.",
     )
+    disk_swap_gib: float = Field(
+        0.0,
+        ge=0.0,
+        le=2**20,
+        description="Disk space of each rank for KV of paused sessions that leaves host memory, "
+        "GiB; 0: none is written.",
+    )
+    disk_swap_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory on a local disk for that; default: swap within the user's cache "
+        "directory.",
+    )
     prefix_caching: bool = Field(
         True,
         description="Reuse KV of ended and running jobs for jobs that begin with the same tokens.",
@@ -216,6 +236,14 @@ class KVCacheSection(Section):
     def swaps_are_lossy(self) -> bool:
         """Whether swapping changes KV."""
         return self.host_dtype == "int8" and self.device_dtype == "same"
+
+    def impossible_combinations(self) -> list[str]:
+        if self.disk_swap_gib and not (self.is_swapping and self.swap_space_gib):
+            return [
+                f"kv_cache.disk_swap_gib: got {self.disk_swap_gib:g}; KV reaches the disk through "
+                "host memory: set swap_space_gib above 0 and strategy to 'proactive' or 'reactive'"
+            ]
+        return []
 
 
 Objective = Literal["balanced", "normalized_latency", "jct"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.job_trace import JobTrace
 from fastserve_backend.logprobs import PromptLogprobs, TokenLogprob
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.token_rules import TokenRules
@@ -148,6 +149,8 @@ class Job:
     its session's age."""
     session_tokens: int = 0
     """Output tokens of those turns."""
+    trace: JobTrace | None = None
+    """None: nobody traces the job."""
 
     state: JobState = JobState.WAITING
     finish_reason: FinishReason | None = None

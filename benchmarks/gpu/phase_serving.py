@@ -25,6 +25,7 @@ from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     CopyResult,
+    DiskCopy,
     Ready,
     Setup,
     Step,
@@ -104,7 +105,7 @@ class LastingRanks:
         self._num_steps += 1
         self._executor.submit(step)
 
-    def copy(self, blocks: CopyBlocks) -> None:
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
         self._num_copies += 1
         self._executor.copy(blocks)
 

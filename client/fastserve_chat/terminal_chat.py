@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from fastserve_client.client import FastServeClient, TokenStream
 from fastserve_client.errors import ClientError, InvalidRequest
+from fastserve_client.protocol import MODEL_NAME
 from fastserve_client.results import Chunk
 from fastserve_client.terminal import ExitCode, TextWriter, cannot_write
 
@@ -34,6 +35,7 @@ _MAKE_ROOM = f"{_FORGET} forgets the conversation, which is sent with each messa
 def chat_in_terminal(
     *,
     url: str,
+    model: str = MODEL_NAME,
     system: str | None,
     timeout_s: float | None,
     demo_tools: bool = False,
@@ -58,7 +60,7 @@ def chat_in_terminal(
     options["clip_max_tokens"] = True
     code = ExitCode.OK
     try:
-        client = FastServeClient(url)
+        client = FastServeClient(url, model=model)
     except InvalidRequest as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USAGE

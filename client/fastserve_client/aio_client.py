@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -69,6 +69,7 @@ class AsyncFastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
+        trace_context: Mapping[str, str] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncTokenStream:
         """Sends the request and returns an asynchronous iterator over its chunks.
@@ -83,6 +84,7 @@ class AsyncFastServeClient:
             stream=True,
             perf_metrics=perf_metrics,
             request_id=request_id,
+            trace_context=trace_context,
         )
         return self._start(request, timeout_s)
 
@@ -93,6 +95,7 @@ class AsyncFastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
+        trace_context: Mapping[str, str] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """Returns the whole completion. It has the arguments of ``stream``, and its errors.
@@ -106,6 +109,7 @@ class AsyncFastServeClient:
             stream=self._transport.only_streams,
             perf_metrics=perf_metrics,
             request_id=request_id,
+            trace_context=trace_context,
         )
         async with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -76,6 +76,7 @@ class FastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
+        trace_context: Mapping[str, str] | None = None,
         **options: Unpack[RequestOptions],
     ) -> TokenStream:
         """Sends the request now and returns an iterator over its chunks.
@@ -86,6 +87,8 @@ class FastServeClient:
             timeout_s: seconds for the whole request, above 0; ``None`` sets no limit.
             perf_metrics: true adds the server's ``PerfMetrics`` to the last chunk.
             request_id: appears in the server's logs; by default the server makes one up.
+            trace_context: the headers ``traceparent`` and ``tracestate``, as OpenTelemetry's
+                ``inject`` writes them. The job's spans become part of that trace.
             **options: see ``SamplingOptions`` and ``ServiceOptions``.
 
         Raises:
@@ -102,6 +105,7 @@ class FastServeClient:
                 stream=True,
                 perf_metrics=perf_metrics,
                 request_id=request_id,
+                trace_context=trace_context,
             ),
             timeout_s,
         )
@@ -113,6 +117,7 @@ class FastServeClient:
         timeout_s: float | None = None,
         perf_metrics: bool = False,
         request_id: str = "",
+        trace_context: Mapping[str, str] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """Returns the whole completion. It has the arguments of ``stream``, and its errors."""
@@ -123,6 +128,7 @@ class FastServeClient:
             stream=self._transport.only_streams,
             perf_metrics=perf_metrics,
             request_id=request_id,
+            trace_context=trace_context,
         )
         with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks(chunks)

@@ -33,7 +33,8 @@ class AioGrpcTransport:
         self._ending: set[asyncio.Task[None]] = set()
 
     def start(self, request: InferRequest, timeout_s: float | None) -> AioGrpcCall:
-        call = self._stream(encode_request(request), timeout=timeout_s)
+        metadata = tuple(request.trace_context.items())
+        call = self._stream(encode_request(request), timeout=timeout_s, metadata=metadata)
         return AioGrpcCall(call, self._url, self._closed, self._ending)
 
     async def is_ready(self, model: str, timeout_s: float) -> bool:

@@ -39,7 +39,8 @@ class GrpcTransport:
         self._ending: set[threading.Event] = set()
 
     def start(self, request: InferRequest, timeout_s: float | None) -> GrpcCall:
-        call = self._stream(encode_request(request), timeout=timeout_s)
+        metadata = tuple(request.trace_context.items())
+        call = self._stream(encode_request(request), timeout=timeout_s, metadata=metadata)
         return GrpcCall(call, self._url, self._ending)
 
     def is_ready(self, model: str, timeout_s: float) -> bool:

@@ -31,6 +31,7 @@ def encode_request(request: InferRequest) -> bytes:
     body: dict[str, Any] = dict(request.inputs)
     if request.request_id:
         body[protocol.REQUEST_ID] = request.request_id
+    body |= request.trace_context  # the generate endpoints forward no headers
     return json.dumps(body, ensure_ascii=False).encode("utf-8")
 
 

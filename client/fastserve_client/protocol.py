@@ -147,6 +147,12 @@ PROMPT_LOGPROBS: Final = "prompt_logprobs"
 REQUEST_ID: Final = "id"
 """Only a request parameter: the request's id, for the generate endpoints of HTTP. These have no
 other place for it in release 24.10."""
+TRACEPARENT: Final = "traceparent"
+"""Only a request parameter, or a header of a gRPC call, which the server makes one: W3C's trace
+context."""
+TRACESTATE: Final = "tracestate"
+"""Like ``TRACEPARENT``."""
+TRACE_HEADERS: Final = (TRACEPARENT, TRACESTATE)
 
 INPUTS: Final = (
     TensorSpec(TEXT_INPUT, "BYTES"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, cast
 
@@ -23,6 +23,8 @@ class InferRequest:
     """Tensors by name: text that is valid UTF-8, a flag, or integers that fit 32 bits."""
     request_id: str = ""
     """Appears in the server's logs. If it is empty, the server makes one up."""
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    """``TRACE_HEADERS`` and their values, which a header can carry."""
 
 
 def build_request(
@@ -33,6 +35,7 @@ def build_request(
     stream: bool,
     perf_metrics: bool = False,
     request_id: str = "",
+    trace_context: Mapping[str, str] | None = None,
 ) -> InferRequest:
     """The request for ``prompt`` with the given ``RequestOptions``.
 
@@ -56,7 +59,8 @@ def build_request(
         flags[protocol.RETURN_PERF_METRICS] = True
     name, value = _prompt_input(prompt)
     parameters = encode_options(options, flags)
-    return InferRequest(model, {name: value, protocol.SAMPLING_PARAMETERS: parameters}, request_id)
+    inputs = {name: value, protocol.SAMPLING_PARAMETERS: parameters}
+    return InferRequest(model, inputs, request_id, _trace_headers(trace_context or {}))
 
 
 def build_watch_request(model: str, interval_s: float) -> InferRequest:
@@ -122,6 +126,15 @@ def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
         text = _encode_messages(cast("Sequence[Message]", prompt))
         return protocol.MESSAGES, _checked_text(protocol.MESSAGES, text)
     return protocol.INPUT_IDS, _checked_ids(cast("Sequence[int]", prompt))
+
+
+def _trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The trace context among ``headers``. A malformed value counts as none, as W3C says."""
+    return {
+        name: value
+        for name in protocol.TRACE_HEADERS
+        if (value := headers.get(name)) and value.isascii() and value.isprintable()
+    }
 
 
 def _checked_text(name: str, text: str) -> str:

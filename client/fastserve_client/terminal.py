@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from fastserve_client.client import FastServeClient
 from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError, InvalidRequest
+from fastserve_client.protocol import MODEL_NAME
 from fastserve_client.results import Chunk
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def generate_to_terminal(
     prompt: Prompt,
     *,
     url: str = DEFAULT_URL,
+    model: str = MODEL_NAME,
     timeout_s: float | None = None,
     out: TextIO | None = None,
     err: TextIO | None = None,
@@ -99,7 +101,7 @@ def generate_to_terminal(
     try:
         try:
             with (
-                FastServeClient(url) as client,
+                FastServeClient(url, model=model) as client,
                 client.stream(prompt, timeout_s=timeout_s, **options) as chunks,
             ):
                 for chunk in chunks:

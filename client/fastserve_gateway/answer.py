@@ -17,6 +17,7 @@ from fastserve_client.results import Chunk, Completion
 
 from fastserve_gateway.errors import ApiError
 from fastserve_gateway.jobs import CompletionJob
+from fastserve_gateway.request_traces import note_usage
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
 # One encoder for all: json.dumps would make one for each event.
@@ -192,6 +193,7 @@ class ChoicesAnswer(Answer):
 
     def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
         usage = Usage(self._request.num_choices)
+        note_usage(usage)
         choices = []
         for index, completion in enumerate(map(self.answered, completions)):
             usage.add(index, completion)
@@ -203,6 +205,7 @@ class ChoicesAnswer(Answer):
         self, chunks: AsyncGenerator[tuple[int, Chunk], None]
     ) -> AsyncGenerator[bytes, None]:
         usage = Usage(self._request.num_choices)
+        note_usage(usage)
         include_usage = self._request.include_usage
         async with aclosing(chunks):
             async for index, chunk in chunks:

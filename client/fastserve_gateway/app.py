@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastserve_client.aio_client import AsyncFastServeClient
@@ -29,6 +29,7 @@ from fastserve_gateway.messages_answer import MessagesAnswer
 from fastserve_gateway.messages_schema import ConversationRequest, MessagesRequest
 from fastserve_gateway.metrics import RequestMetrics
 from fastserve_gateway.model_formats import DescribedFormats
+from fastserve_gateway.request_traces import RequestTraces
 from fastserve_gateway.respond import Responder
 from fastserve_gateway.response_chain import ResponseChains
 from fastserve_gateway.response_store import ResponseStore
@@ -44,9 +45,26 @@ from fastserve_gateway.tokenization import (
     tokenize_result,
 )
 
+if TYPE_CHECKING:
+    from fastapi.telemetry import TelemetryConfig
+    from fastserve_client.tracer import Tracer
 
-def create_app(settings: GatewaySettings) -> FastAPI:
-    """The ASGI application. Its client lives as long as its lifespan."""
+# Of FastAPI's own, whose logs have the messages of exceptions. These can quote a request.
+_NO_TELEMETRY: TelemetryConfig = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "auto_configure": False,
+}
+
+
+def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastAPI:
+    """The ASGI application. Its client lives as long as its lifespan.
+
+    Args:
+        tracer: for spans of requests; None: there are none.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -68,9 +86,13 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     # No pages that describe the API to a browser: they load scripts from elsewhere. No redirects:
     # behind a proxy with TLS they would lead to plain HTTP.
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        lifespan=lifespan, openapi_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
+    )
     registry = CollectorRegistry()
     app.add_middleware(RequestMetrics, registry=registry)
+    if tracer is not None:
+        app.add_middleware(RequestTraces, tracer=tracer)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     with_caller = Depends(require_key)

@@ -23,6 +23,7 @@ from fastserve_gateway.chat_conversion import FieldNames, TemplateVariables
 from fastserve_gateway.errors import SERVER_FIELDS
 from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.model_formats import ModelFormats
+from fastserve_gateway.request_traces import note_usage
 from fastserve_gateway.schemas import ChatRequest
 
 BlockKind = Literal["text", "reasoning", "call"]
@@ -69,6 +70,7 @@ class BlockAnswer(Answer):
         self._unused = formats.unused(variables)
         self._choice = self._chat.choice_parts(0)
         self._usage = Usage(num_choices=1)
+        note_usage(self._usage)
         self._blocks: list[Block] = []
         self._logprobs: list[TokenLogprob] = []
         """Of all tokens so far, if the request asks for them."""

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 import uvicorn
@@ -18,12 +18,15 @@ from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.http_aio_transport import AioHttpTransport
 from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S, is_loopback, listen
+from fastserve_client.tracing import open_tracer
 
 from fastserve_gateway.app import create_app, end_answers, end_live_view
 from fastserve_gateway.http_connection import HttpConnection
 from fastserve_gateway.live import EVENTS_PATH
 from fastserve_gateway.settings import GatewaySettings
 
+# Of the gateway's spans, if the environment has no name.
+_SERVICE_NAME = "fastserve-gateway"
 # Answers that take longer end with an error.
 _DRAIN_TIMEOUT_S = 30.0
 # So long may viewers of the live view take to read its end.
@@ -50,6 +53,7 @@ def run_gateway(
     Raises:
         InvalidRequest: the settings cannot be used.
         ListenError: the gateway cannot listen on this host or port.
+        TracesError: the environment asks for traces that cannot be sent.
     """
     endpoint = Endpoint.parse(settings.url)
     if endpoint.uses_http:
@@ -61,9 +65,12 @@ def run_gateway(
         )
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each job
     _raise_limit_of_connections()
-    with listen(host, port) as listener:
+    tracer = open_tracer(_SERVICE_NAME)
+    with listen(host, port) as listener, ExitStack() as at_end:
+        if tracer is not None:
+            at_end.callback(tracer.close)
         address = listener.getsockname()
-        server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S, keep_alive_s)
+        server = GatewayServer(create_app(settings, tracer), _DRAIN_TIMEOUT_S, keep_alive_s)
         # uvicorn raises the signal that ended it again, for the earlier handler.
         signal.signal(signal.SIGTERM, _exit)
         signal.signal(signal.SIGINT, _exit)

@@ -13,6 +13,8 @@ from fastserve_client.errors import ClientError
 from fastserve_client.options import Prompt, RequestOptions
 from fastserve_client.results import Chunk, Completion
 
+from fastserve_gateway.request_traces import trace_context
+
 # The server refuses a bad job within this time.
 _REFUSAL_S = 0.2
 
@@ -87,7 +89,9 @@ async def stream_all(
 
 async def _complete(client: AsyncFastServeClient, job: CompletionJob) -> Completion:
     if job.on_chunk is None:
-        return await client.generate(job.prompt, request_id=job.request_id, **job.options)
+        return await client.generate(
+            job.prompt, request_id=job.request_id, trace_context=trace_context(), **job.options
+        )
     chunks = []
     async with _stream(client, job) as stream:
         async for chunk in stream:
@@ -97,7 +101,9 @@ async def _complete(client: AsyncFastServeClient, job: CompletionJob) -> Complet
 
 
 def _stream(client: AsyncFastServeClient, job: CompletionJob) -> AsyncTokenStream:
-    return client.stream(job.prompt, request_id=job.request_id, **job.options)
+    return client.stream(
+        job.prompt, request_id=job.request_id, trace_context=trace_context(), **job.options
+    )
 
 
 async def _await_refusals(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -23,6 +23,7 @@ from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.messages_schema import ConversationRequest
 from fastserve_gateway.metrics import note_tenant
 from fastserve_gateway.model_formats import DescribedFormats
+from fastserve_gateway.request_traces import note_model
 from fastserve_gateway.schemas import RequestBody
 from fastserve_gateway.service import service_options
 from fastserve_gateway.settings import GatewaySettings
@@ -68,6 +69,7 @@ class Responder:
         note_tenant(request, caller.tenant)  # now, because the body may be refused
         body = await read_body(request, schema, settings.max_body_bytes, take)
         check_fields(body, settings.model, settings.max_jobs)
+        note_model(body.model)
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)

@@ -11,6 +11,11 @@ from fastserve_gateway.auth import Caller
 from fastserve_gateway.errors import ApiError, invalid
 from fastserve_gateway.schemas import RequestBody
 
+# llm-d's router, an endpoint picker of Kubernetes' inference gateways, has these names beside ours.
+_LLM_D_HEADERS = {
+    protocol.TTFT_SLO_MS: "x-llm-d-slo-ttft-ms",
+    protocol.TPOT_SLO_MS: "x-llm-d-slo-tpot-ms",
+}
 # A header may be long, and a message should not.
 _MAX_SHOWN_CHARS = 40
 
@@ -38,11 +43,16 @@ def service_options(body: RequestBody, headers: Headers, caller: Caller) -> Serv
         raise invalid("tenant", "must be left out; the API key says who the tenant is")
     return ServiceOptions(
         priority=priority,
-        ttft_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TTFT_SLO_MS]),
-        tpot_slo_ms=_milliseconds(headers, protocol.SLO_HEADERS[protocol.TPOT_SLO_MS]),
+        ttft_slo_ms=_objective(headers, protocol.TTFT_SLO_MS),
+        tpot_slo_ms=_objective(headers, protocol.TPOT_SLO_MS),
         tenant=body.tenant if caller.tenant is None else caller.tenant,
         session_id=body.session_id or headers.get(protocol.SESSION_HEADER),
     )
+
+
+def _objective(headers: Headers, field: str) -> float | None:
+    value = _milliseconds(headers, protocol.SLO_HEADERS[field])
+    return _milliseconds(headers, _LLM_D_HEADERS[field]) if value is None else value
 
 
 def _milliseconds(headers: Headers, name: str) -> float | None:

@@ -51,6 +51,8 @@ from fastserve_client.retry import RetryPolicy
         ),
         ("4096 requests are queued already; try again later", ServerOverloaded),
         ("the server is shutting down and takes no new requests", ServerUnavailable),
+        # Triton's words since release 25.05.
+        ("GRPC server is shutting down and has stopped accepting new requests.", ServerUnavailable),
         ("the job was cancelled", RequestCancelled),
         ("rank 0 died (signal 9)", ServerError),
         (

@@ -186,7 +186,7 @@ class FailingStore(HostStore):
     """A host store that fails when part of a copy has begun."""
 
     def __init__(self, notes: list[str]) -> None:
-        super().__init__(num_device_blocks=9, num_blocks=6, block_bytes=1)
+        super().__init__(torch.empty(9, 1), num_blocks=6, block_bytes=1)
         self._notes = notes
 
     def copy_out(

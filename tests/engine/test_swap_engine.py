@@ -121,6 +121,8 @@ def test_more_than_the_memory_is_the_users_error() -> None:
         check_swap_space(total_gib / 2 + 1, CPU, num_local_ranks=2)
     with pytest.raises(ConfigError, match=r"kv_cache\.swap_space_gib: got .* GiB, lower it"):
         check_swap_space(total_gib + 1, CPU, num_local_ranks=1)
+    with pytest.raises(ConfigError, match=r"kv_cache\.swap_space_gib: got .* GiB, lower it"):
+        check_swap_space(total_gib / 2, CPU, num_local_ranks=1, host_share=0.4)
 
 
 PLACES = {

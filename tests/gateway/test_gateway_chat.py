@@ -246,7 +246,8 @@ def test_a_load_test_of_messages(
             *COMMAND[:-1], "bench", "--dataset", str(dataset), "--output", str(output),
             "--url", f"triton=grpc://{talking.endpoints.grpc_url}",
             "--url", f"gateway={gateway.api_url}", "--rates", "50", "--num-jobs", "2",
-            "--warmup", "0", "--natural-lengths", "--max-output-tokens", "20", "--chat",
+            "--warmup", "0", "--pause", "0", "--natural-lengths", "--max-output-tokens", "20",
+            "--chat",
         ],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip

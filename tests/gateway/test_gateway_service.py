@@ -88,6 +88,7 @@ async def running_job(endpoints: Endpoints, client: OpenAI, **fields: Any) -> Li
 
 
 SLO_HEADERS = {"x-slo-ttft-ms": "1500", "x-slo-tpot-ms": "62.5"}
+ROUTER_HEADERS = {"x-llm-d-slo-ttft-ms": "1500", "x-llm-d-slo-tpot-ms": "62.5"}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,8 @@ SLO_HEADERS = {"x-slo-ttft-ms": "1500", "x-slo-tpot-ms": "62.5"}
     [
         ({}, (0, "", None, None)),
         ({"extra_headers": SLO_HEADERS}, (0, "", 1.5, 0.0625)),
+        ({"extra_headers": ROUTER_HEADERS}, (0, "", 1.5, 0.0625)),
+        ({"extra_headers": SLO_HEADERS | {"x-llm-d-slo-ttft-ms": "9"}}, (0, "", 1.5, 0.0625)),
         ({"extra_body": {"priority": 7, "tenant": "b"}}, (7, "b", None, None)),
         ({"extra_body": {"service_tier": "auto"}}, (0, "", None, None)),
         ({"extra_body": {"service_tier": "flex"}}, (1, "", None, None)),
@@ -217,7 +220,7 @@ def test_a_client_with_a_key_cannot_name_its_tenant(alone_with_keys: TestClient)
     assert "the API key says who the tenant is" in error["message"]
 
 
-@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-llm-d-slo-ttft-ms"])
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e999", "fast", "1, 2", "9" * 500])
 def test_an_objective_that_is_no_time(alone: TestClient, name: str, value: str) -> None:
     answer = alone.post("/v1/completions", json=PROMPT, headers={name: value})

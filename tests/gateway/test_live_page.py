@@ -28,6 +28,23 @@ from serving_client import GrpcStream, ended_jobs, used_blocks, wait_until_idle
 from waiting import wait_for
 
 DEADLINE_S = 60.0
+# Notes in `window.shown` what every picture shows. The callback runs before the next picture.
+RECORDER = """
+    window.shown = { lanes: {}, usedBlocks: 0, swapOut: [] };
+    const find = (id) => document.getElementById(id);
+    new MutationObserver(() => {
+      const height = document.querySelector(".lane").offsetHeight;
+      for (const job of document.querySelectorAll(".job:not(.gone)")) {
+        const lane = Math.floor(new DOMMatrix(job.style.transform).f / height);
+        const lanes = (window.shown.lanes[job.dataset.number] ??= []);
+        if (!lanes.includes(lane)) lanes.push(lane);
+      }
+      const used = Number(find("device-bar").dataset.used ?? 0);
+      window.shown.usedBlocks = Math.max(window.shown.usedBlocks, used);
+      const swapOut = find("swap-out").textContent;
+      if (!window.shown.swapOut.includes(swapOut)) window.shown.swapOut.push(swapOut);
+    }).observe(find("lanes"), { attributeFilter: ["data-pictures"] });
+"""
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -132,17 +149,13 @@ def test_queues_memory_and_traffic_move_under_load(
     assert len(page.driver.find_elements(By.CSS_SELECTOR, ".lane")) >= 8
     wait_until_idle(endpoints)
     before = ended_jobs(endpoints.metrics_url, "length")
+    page.driver.execute_script(RECORDER)
+    # These sink meanwhile, and hold so much KV that the burst must displace some.
+    long = {"text_input": "x" * 900, "stream": True, "max_tokens": 300, "ignore_eos": True}
+    sinking = [GrpcStream(endpoints.grpc_url, **long) for _ in range(3)]
+    for stream in sinking:
+        stream.first_token()
     page.find("load").click()
-    seen: dict[int, set[int]] = {}
-
-    def some_have_sunk() -> bool:
-        for number, lane in page.lanes_of_jobs().items():
-            seen.setdefault(number, set()).add(lane)
-        return sum(max(lanes) > min(lanes) for lanes in seen.values()) >= 3
-
-    page.until(some_have_sunk)
-    page.until(lambda: page.text("device-text").split(" of ")[0] not in ("", "0"))
-    page.until(lambda: page.text("swap-out") != "0 B/s")
     picture = tmp_path / "live_page.png"
     page.driver.save_screenshot(str(picture))
     with Image.open(picture) as image:
@@ -150,9 +163,15 @@ def test_queues_memory_and_traffic_move_under_load(
         assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 100  # not blank
     page.until(lambda: page.text("load") == "Send 20 mixed requests")
     assert page.text("load-note") == ""
+    for stream in sinking:
+        stream.finish()
     page.until(lambda: page.text("running") == "0" and page.lanes_of_jobs() == {})
     page.until(lambda: page.text("device-text").startswith("0 of "))
-    wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") == before + 20, DEADLINE_S)
+    wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") == before + 23, DEADLINE_S)
+    shown = page.driver.execute_script("return window.shown")
+    assert sum(len(lanes) > 1 for lanes in shown["lanes"].values()) >= 3, shown
+    assert shown["usedBlocks"] > 0
+    assert set(shown["swapOut"]) > {"0 B/s"}
     assert page.errors() == []
 
 

@@ -147,6 +147,7 @@ def test_gauges_show_the_load_and_return_to_idle(traffic: Traffic) -> None:
             free = scrape.value("fastserve_kv_blocks", tier=tier, state="free")
             assert scrape.value("fastserve_kv_blocks", tier=tier, state="used") == 0
             assert free == blocks or (blocks is None and free > DEVICE_BLOCKS)
+        assert scrape.value("fastserve_kv_usage_ratio") == 0
     assert traffic.before.total("fastserve_kv_blocks") == traffic.after.total("fastserve_kv_blocks")
 
 

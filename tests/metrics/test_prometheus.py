@@ -11,6 +11,7 @@ import dashboard
 import httpx2
 import pytest
 import yaml
+from autoscalers import keda_queries, outside_cluster
 from fastserve_backend.serving.launch import TritonServer
 from metric_traffic import Traffic
 from running_gateway import RunningGateway, running_gateway
@@ -91,6 +92,15 @@ def test_every_query_of_the_dashboard_gives_numbers(
 
     wait_for(all_answered, ANSWERS_TIMEOUT_S)
     assert any("histogram_quantile" in query.expression for query in dashboard.queries())
+
+
+def test_the_queries_of_autoscalers_give_one_number(
+    prometheus: RunningPrometheus, server: TritonServer, gateway: RunningGateway
+) -> None:
+    request_each_way(server, gateway)
+    for query in keda_queries():
+        (value,) = prometheus.values(outside_cluster(query))
+        assert 0 <= value < math.inf
 
 
 def test_scrapes_leave_no_warning(prometheus: RunningPrometheus) -> None:

@@ -11,7 +11,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from serving_client import wait_until_idle
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/requests.md", "docs/clients.md")
+PAGES = ("README.md", "docs/requests.md", "docs/clients.md", "docs/traces.md")
 # Examples of other clients; tests/gateway runs those of the OpenAI client.
 _OTHERS = ("fastserve_backend import LLM", "from openai import")
 

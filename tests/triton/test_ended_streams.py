@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,21 +90,17 @@ def cancel_asyncio_readers(url: str) -> None:
     asyncio.run(cancel_all())
 
 
-@pytest.mark.parametrize(
-    "ways_to_end",
-    [
-        (close_streams, drop_streams, close_clients),
-        (close_asyncio_streams, close_asyncio_clients, cancel_asyncio_readers),
-    ],
-    ids=["threads", "asyncio"],
-)
 def test_a_server_whose_streams_were_closed_at_their_end_unloads_its_model(
-    ways_to_end: tuple[Callable[[str], None], ...],
-    tiny_config: EngineConfig,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_server(tiny_config, tmp_path / "server.log") as server:
-        for end_streams in ways_to_end:
+        for end_streams in (
+            close_streams,
+            drop_streams,
+            close_clients,
+            close_asyncio_streams,
+            close_asyncio_clients,
+            cancel_asyncio_readers,
+        ):
             end_streams(f"grpc://{server.endpoints.grpc_url}")
     assert "did not end after SIGTERM" not in caplog.text

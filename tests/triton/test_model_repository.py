@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import launch
-from fastserve_backend.serving.repository import ENGINE_FILE, find_model_template, write_repository
+from fastserve_backend.serving.repository import ENGINE_FILE, find_model_template, write_model
 from fastserve_client import protocol
 from launched import start_server
 
@@ -26,10 +27,11 @@ def test_shipped_engine_file_has_every_default() -> None:
 
 def test_written_repository_has_the_given_configuration(tmp_path: Path) -> None:
     config = EngineConfig().with_keys(model="opt-125m", load_format="dummy", max_num_seqs=3)
-    model = write_repository(tmp_path, config) / protocol.MODEL_NAME
+    model = write_model(tmp_path, protocol.MODEL_NAME, config)
     assert EngineConfig.from_yaml(model / ENGINE_FILE) == config
     assert (model / "1" / "model.py").is_file()
-    assert not list(model.rglob("__pycache__"))
+    # The stub need not write there: Triton would take that for a change of the model.
+    assert list(model.rglob("*.pyc")) == [Path(cache_from_source(str(model / "1" / "model.py")))]
 
 
 def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
     directory = tmp_path / "Größe 大"
     directory.mkdir()
     config = EngineConfig().with_keys(model=str(directory), tokenizer="someone/else")
-    model = write_repository(tmp_path / "repository", config) / protocol.MODEL_NAME
+    model = write_model(tmp_path / "repository", protocol.MODEL_NAME, config)
     written = EngineConfig.from_yaml(model / ENGINE_FILE)
     assert written.model.model.isascii()
     assert Path(written.model.model).samefile(directory)
@@ -48,7 +50,7 @@ def test_a_name_that_the_system_refuses_is_left_to_who_loads_it(tmp_path: Path) 
     """The name is too long. The system refuses names in unsearchable directories alike, though not
     to root."""
     config = EngineConfig().with_keys(tokenizer="Größe" * 100)
-    model = write_repository(tmp_path, config) / protocol.MODEL_NAME
+    model = write_model(tmp_path, protocol.MODEL_NAME, config)
     assert EngineConfig.from_yaml(model / ENGINE_FILE) == config
 
 
@@ -56,7 +58,7 @@ def test_a_gguf_file_may_have_any_name(tmp_path: Path) -> None:
     file = tmp_path / "modèle.gguf"
     file.touch()
     config = EngineConfig().with_keys(model=str(file))
-    model = write_repository(tmp_path / "repository", config) / protocol.MODEL_NAME
+    model = write_model(tmp_path / "repository", protocol.MODEL_NAME, config)
     written = Path(EngineConfig.from_yaml(model / ENGINE_FILE).model.model)
     assert str(written).isascii()
     assert written.suffix == ".gguf"
@@ -88,8 +90,8 @@ def test_shim_makes_a_named_backend(
 ) -> None:
     """``backend: "fastserve"``: the model is only a config.pbtxt and an engine.yaml."""
 
-    def write_named(directory: Path, config: EngineConfig) -> Path:
-        model = write_repository(directory, config) / protocol.MODEL_NAME
+    def write_named(directory: Path, name: str, config: EngineConfig) -> Path:
+        model = write_model(directory, name, config)
         backend = directory.parent / "backends" / "fastserve"
         backend.mkdir(parents=True)
         (model / "1" / "model.py").rename(backend / "model.py")
@@ -97,7 +99,7 @@ def test_shim_makes_a_named_backend(
         named = text.replace('backend: "python"', 'backend: "fastserve"')
         assert named != text
         (model / "config.pbtxt").write_text(named, encoding="utf-8")
-        return directory
+        return model
 
-    monkeypatch.setattr(launch, "write_repository", write_named)
+    monkeypatch.setattr(launch, "write_model", write_named)
     start_server(tiny_config, tmp_path / "server.log").stop()

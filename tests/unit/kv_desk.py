@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.session_history import SessionHistory
@@ -38,6 +39,8 @@ class Desk:
         write_back: bool = False,
         times: LinearTimes = TIMES,
         kinds: Sequence[LayerKind] = ONE_GROUP,
+        num_slots: int = 0,
+        disk: Link = FAST_LINK,
         **kv_cache: object,
     ) -> None:
         config = KVCacheSection.model_validate(
@@ -51,9 +54,14 @@ class Desk:
         )
         self.counters = EngineCounters(LatencyHistograms(slo_s=0.3))
         self.tiers = TwoTierKV(
-            num_blocks, num_host_blocks, 16, incremental=incremental, kinds=kinds
+            num_blocks,
+            num_host_blocks,
+            16,
+            incremental=incremental,
+            kinds=kinds,
+            num_disk_blocks=num_slots,
         )
-        costs = SwapCosts(times, 100, link)
+        costs = SwapCosts(times, 100, link, disk)
         self.history = SessionHistory(config.session_ttl_s, times, inherits_age=False)
         self.manager = KVManager(
             self.tiers, self, config, costs, self.counters, history=self.history
@@ -61,6 +69,7 @@ class Desk:
         self.now = 0.0
         self.known: dict[int, Job] = {}
         self.starving: set[int] = set()
+        self.disk_begun: list[DiskTransfer] = []  # and not ended
         self.start_round()
 
     def has_turn(self, job: Job) -> bool:
@@ -96,6 +105,7 @@ class Desk:
                 taken.append(job)
         result = self.round.commit()
         self.begun, self.verdict = result.transfers, result.verdict
+        self.disk_begun += result.disk_transfers
         self.copies = result.prefix_copies
         self.tiers.check_integrity()
         return taken
@@ -147,6 +157,14 @@ class Desk:
             )
         self.tiers.check_integrity()
         return ended
+
+    def end_disk_copies(self, *, succeeded: bool = True) -> list[tuple[int, str]]:
+        """The jobs whose copies to or from the disk ended."""
+        ended, self.disk_begun = self.disk_begun, []
+        for transfer in ended:
+            self.manager.on_disk_transfer_finished(transfer, succeeded=succeeded, seconds=1e-6)
+            self.tiers.check_integrity()
+        return [(one.job_number, "write" if one.is_write else "read") for one in ended]
 
     def held(self, *jobs: Job) -> list[int]:
         return [self.tiers.device.num_held(job.number) for job in jobs]

@@ -20,8 +20,14 @@ from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
-from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.link import NO_LINK, Link
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    DiskCopy,
+    Step,
+    StepResult,
+)
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
 from fastserve_backend.system.clock import VirtualClock
@@ -65,8 +71,9 @@ class WatchedExecutor(SimulatedExecutor):
         link: Link,
         ahead: bool,
         kinds: Sequence[LayerKind] = ONE_GROUP,
+        disk: Link = NO_LINK,
     ) -> None:
-        super().__init__(model, clock, link)
+        super().__init__(model, clock, link, disk)
         self.blocks_in_use: dict[int, list[Blocks]] = {}  # step → those of its jobs
         self._kinds = kinds
         self.most_unfinished = 0
@@ -100,8 +107,8 @@ class WatchedExecutor(SimulatedExecutor):
         self.num_partial += step.num_partial
         super().submit(step)
 
-    def copy(self, blocks: CopyBlocks) -> None:
-        if not blocks.is_out:
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
+        if isinstance(blocks, CopyBlocks) and not blocks.is_out:
             running = chain.from_iterable(self.blocks_in_use.values())
             used = (block for table in running for block in table.values())
             assert set(array("i", blocks.device_blocks)).isdisjoint(used)
@@ -170,6 +177,8 @@ class Rig:
         *,
         num_blocks: int = 100,
         num_host_blocks: int = 0,
+        num_slots: int = 0,
+        disk: Link = NO_LINK,
         link: Link = NO_TIME,
         num_stages: int = 1,
         kv_cache: KVCacheSection = RECOMPUTE,
@@ -197,9 +206,10 @@ class Rig:
             incremental=kv_cache.incremental,
             kinds=kinds,
             step_tokens=policy.limits.job_tokens,
+            num_disk_blocks=num_slots,
         )
         self.pool, self.host = tiers.device, tiers.host
-        costs = SwapCosts(model, BLOCK_BYTES, link)
+        costs = SwapCosts(model, BLOCK_BYTES, link, disk)
         self.ends: list[tuple[int, FinishReason]] = []
         self.iterations_s: list[float] = []
         self.num_cycles = 0

@@ -19,13 +19,20 @@ from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    DiskCopy,
+    Step,
+    StepResult,
+)
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.system.clock import VirtualClock
 from loop_driver import BLOCK_BYTES, BLOCK_SIZE, Rig, WatchedExecutor
 from remembering_ranks import FIRST_TOKEN, NUM_TOKENS, RememberedKV
 
 LINK = Link(0.4, 0.3)
+DISK = Link(1.5, 0.5)
 END_TOKEN = FIRST_TOKEN + NUM_TOKENS - 1
 FOR_EVER = 10**9
 DOWN_S = 50.0  # longer than it takes to starve
@@ -48,11 +55,11 @@ class MortalRanks(WatchedExecutor):
         copy_fails: Callable[[], bool],
         kinds: Sequence[LayerKind],
     ) -> None:
-        super().__init__(model, clock, LINK, ahead, kinds)
+        super().__init__(model, clock, LINK, ahead, kinds, DISK)
         self._copy_fails = copy_fails
         self._kv = kv
         self._calls_to_live = calls_to_live
-        self._sent: dict[int, CopyBlocks] = {}
+        self._sent: dict[int, CopyBlocks | DiskCopy] = {}
         self._copied: deque[tuple[Step, np.ndarray]] = deque()
 
     def submit(self, step: Step) -> None:
@@ -61,7 +68,7 @@ class MortalRanks(WatchedExecutor):
         self._copied.append((step, self._kv.copied(step)))
         self._unfinished[-1][1].token_ids = self._kv.run(step)
 
-    def copy(self, blocks: CopyBlocks) -> None:
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
         self._live()
         super().copy(blocks)
         self._sent[blocks.transfer_id] = blocks
@@ -110,7 +117,9 @@ class RecoveringRig(Rig):
         kinds: Sequence[LayerKind] = ONE_GROUP,
         rotary_switch: int | None = None,
         history: SessionHistory | None = None,
+        num_slots: int = 0,
     ) -> None:
+        self.num_slots = num_slots
         self.lives = lives
         self.copy_fails = copy_fails
         self.sizes = (num_blocks, num_host_blocks)
@@ -119,6 +128,8 @@ class RecoveringRig(Rig):
             policy,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
+            num_slots=num_slots,
+            disk=DISK,
             link=LINK,
             num_stages=num_stages,
             kv_cache=kv_cache,
@@ -136,7 +147,7 @@ class RecoveringRig(Rig):
     def make_executor(self, model: LatencyModel, link: Link) -> MortalRanks:
         self.model = model
         life = self.lives.pop(0) if self.lives else FOR_EVER
-        kv = RememberedKV(*self.sizes, BLOCK_SIZE, self.kinds)
+        kv = RememberedKV(*self.sizes, BLOCK_SIZE, self.kinds, self.num_slots)
         return MortalRanks(model, self.clock, kv, life, self.ahead, self.copy_fails, self.kinds)
 
     def new_kv(self) -> KVManager:
@@ -146,9 +157,10 @@ class RecoveringRig(Rig):
             incremental=self.kv_cache.incremental,
             kinds=self.kinds,
             step_tokens=self.loop.kv.tiers.needs.step_tokens,
+            num_disk_blocks=self.num_slots,
         )
         self.pool, self.host = tiers.device, tiers.host
-        costs = SwapCosts(self.model, BLOCK_BYTES, LINK)
+        costs = SwapCosts(self.model, BLOCK_BYTES, LINK, DISK)
         return KVManager(
             tiers,
             self.loop.policy,

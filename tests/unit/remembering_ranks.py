@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
-from fastserve_backend.rank_protocol.messages import CopyBlocks, Sampling, Step
+from fastserve_backend.rank_protocol.messages import CopyBlocks, DiskCopy, Sampling, Step
 
 # The tokens of a to t in a byte-level tokenizer.
 FIRST_TOKEN = 4 + ord("a")
@@ -57,7 +57,9 @@ class RememberedKV:
         num_host_blocks: int,
         block_size: int,
         kinds: Sequence[LayerKind] = ONE_GROUP,
+        num_slots: int = 0,
     ) -> None:
+        self._disk = np.full((num_slots, block_size), 7, np.uint64)
         self._device = np.full((num_blocks, block_size), 7, np.uint64)
         self._host = np.full((num_host_blocks, block_size), 7, np.uint64)
         self._block_size = block_size
@@ -109,7 +111,14 @@ class RememberedKV:
         """The contents of the blocks that the step copies."""
         return self._device[array("i", step.copy_from)]
 
-    def copy(self, blocks: CopyBlocks) -> None:
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
+        if isinstance(blocks, DiskCopy):
+            host, slots = array("i", blocks.host_blocks), array("i", blocks.slots)
+            if blocks.is_write:
+                self._disk[slots] = self._host[host]
+            else:
+                self._host[host] = self._disk[slots]
+            return
         device, host = array("i", blocks.device_blocks), array("i", blocks.host_blocks)
         if blocks.is_out:
             self._host[host] = self._device[device]

@@ -54,6 +54,12 @@ def test_every_problem_is_in_one_message() -> None:
         ({"base_quantum_ms": 5e-324}, "base_quantum_ms: got 5e-324"),
         ({"starvation_ms": 1e300}, r"starvation_ms: got 1e\+300"),
         ({"swap_space_gib": 1e300}, r"swap_space_gib: got 1e\+300"),
+        ({"disk_swap_gib": -1}, "disk_swap_gib: got -1"),
+        (
+            {"disk_swap_gib": 8, "swap_space_gib": 0},
+            r"kv_cache\.disk_swap_gib: got 8; KV reaches the disk through host memory",
+        ),
+        ({"disk_swap_gib": 8, "strategy": "recompute"}, r"kv_cache\.disk_swap_gib: got 8"),
         ({"max_num_seqs": True}, "max_num_seqs: got True; must be a number"),
         ({"starvation_ms": True}, "starvation_ms: got True; must be a number"),
         ({"device_blocks": False}, "device_blocks: got False; must be a number"),

@@ -104,7 +104,10 @@ FORBIDDEN = {
 # (folder, package) → the modules of the package that the folder may import.
 ONLY = {
     (BACKEND / "simulation", "fastserve_backend.engine"): ("loop_setup", "delivery"),
-    (BACKEND / "serving", "fastserve_client"): ("protocol", "engine_state", "listening"),
+    (BACKEND / "serving", "fastserve_client"): (
+        *("protocol", "engine_state", "listening"),
+        *("tracer", "tracing"),
+    ),
 }
 
 

@@ -157,10 +157,10 @@ def test_the_speed_of_the_link_is_learnt() -> None:
     job = make_job(0, 30, computed=True)
     assert not costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
     for _ in range(150):
-        costs.observe(True, 10, 0.01)
-        costs.observe(False, 10, 0.02)
-    assert costs.transfer_s(True, 1) == pytest.approx(0.001, rel=0.1)
-    assert costs.transfer_s(False, 5) == pytest.approx(0.01, rel=0.1)
+        costs.link.observe(True, 10, 0.01)
+        costs.link.observe(False, 10, 0.02)
+    assert costs.link.transfer_s(True, 1) == pytest.approx(0.001, rel=0.1)
+    assert costs.link.transfer_s(False, 5) == pytest.approx(0.01, rel=0.1)
     assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
 
 
@@ -231,11 +231,11 @@ def test_nobody_waits_for_copies_when_nobody_runs() -> None:
 def test_one_stuck_copy_does_not_end_swapping() -> None:
     costs = SwapCosts(LinearTimes(), 100, FAST_LINK)
     for _ in range(10):
-        costs.observe(False, 1, 100.0)
+        costs.link.observe(False, 1, 100.0)
     job = make_job(0, 1, computed=True)
     for _ in range(100):
         assert not costs.swap_is_cheaper(job, blocks_out=0, blocks_in=10**9, num_running=0)
-    assert costs.transfer_s(False, 1) == pytest.approx(FAST_LINK.block_in_s, rel=0.1)
+    assert costs.link.transfer_s(False, 1) == pytest.approx(FAST_LINK.block_in_s, rel=0.1)
 
 
 # --- Ahead of time: proactive -----------------------------------------------------------------

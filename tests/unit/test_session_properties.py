@@ -10,6 +10,7 @@ from collector import Collector
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.kv_cache.session_history import SessionHistory
+from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
@@ -133,6 +134,7 @@ def test_turns_get_the_tokens_that_they_would_get_alone(
     needs = BlockNeeds(BLOCK_SIZE, kinds, limits.job_tokens)
     num_blocks = needs.most(LONGEST) + needs.num_groups * rng.randint(0, 30)
     num_host_blocks = needs.num_groups * rng.choice([0, 10, 60])
+    num_slots = needs.num_groups * rng.choice([0, 12, 20, 100])
     kv_cache = KVCacheSection.model_validate(
         {
             "strategy": strategy,
@@ -157,6 +159,7 @@ def test_turns_get_the_tokens_that_they_would_get_alone(
             kinds=kinds,
             rotary_switch=rotary_switch,
             history=history,
+            num_slots=num_slots,
         )
 
     history = SessionHistory(kv_cache.session_ttl_s, TIMES, inherits_age=rng.random() < 0.5)
@@ -167,8 +170,12 @@ def test_turns_get_the_tokens_that_they_would_get_alone(
     held = rig.loop.kv.tiers.held
     assert (rig.pool.num_used, rig.host.num_used) == (held.device, held.idle_host)
 
-    alone = rig_of([], needs.most(LONGEST), 0, None)
-    for job in conversations.jobs:
+    assert_as_alone(conversations.jobs, rig_of([], needs.most(LONGEST), 0, None))
+
+
+def assert_as_alone(jobs: list[Job], alone: RecoveringRig) -> None:
+    """The jobs got the tokens that they get one after the other."""
+    for job in jobs:
         twin = make_job(job.number, 1, arrival_s=alone.clock.now())
         twin.prompt_ids, twin.params, twin.sink = job.prompt_ids, job.params, Collector()
         alone.run([twin])
@@ -177,6 +184,46 @@ def test_turns_get_the_tokens_that_they_would_get_alone(
             assert job.finish_reason is twin.finish_reason
             both = len(twin.output_ids)
         assert job.output_ids[:both] == twin.output_ids[:both]
+
+
+def test_turns_get_the_same_tokens_from_the_disk() -> None:
+    """The device and the host are too small for all sessions. Some copies fail."""
+    rng = random.Random(3)
+    num_written = num_read = num_failed = 0
+    for _ in range(40):
+        counters = _serve_from_disk(rng)
+        num_written += counters.disk_write_bytes
+        num_read += counters.disk_read_bytes
+        num_failed += counters.disk_failures
+    assert min(num_written, num_read, num_failed) > 0
+
+
+def _serve_from_disk(rng: random.Random) -> EngineCounters:
+    kinds = rng.choice([ONE_GROUP, *WINDOWED_KINDS])
+    limits = BatchLimits(rng.randint(1, 4), LONGEST, rng.choice([None, 8]))
+    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.job_tokens)
+    most = needs.most(LONGEST)
+
+    def rig_of(num_slots: int, history: SessionHistory | None) -> RecoveringRig:
+        return RecoveringRig(
+            make_policy("fcfs", limits, starvation_s=20.0, longest=16.0),
+            [],
+            most + needs.num_groups,
+            most,
+            KVCacheSection(session_ttl_s=1000.0),
+            num_stages=1,
+            copy_fails=lambda: history is not None and rng.random() < 0.03,
+            kinds=kinds,
+            history=history,
+            num_slots=num_slots,
+        )
+
+    rig = rig_of(rng.choice([1, 2, 9]) * most, SessionHistory(1000.0, TIMES, inherits_age=False))
+    conversations = Conversations(rig, rng)
+    conversations.run()
+    assert rig.host.num_used == rig.loop.kv.tiers.held.idle_host
+    assert_as_alone(conversations.jobs, rig_of(0, None))
+    return rig.counters
 
 
 @settings(max_examples=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import FinishReason, JobState
+from fastserve_backend.job_trace import JobTrace, Period
 from fastserve_backend.scheduler.base import BatchLimits
 from jobs import make_job
 from loop_driver import Rig
@@ -40,12 +41,14 @@ def test_one_job_from_arrival_to_end() -> None:
 def test_a_preempted_job_is_counted_once_and_only_its_own_iterations_are_executed() -> None:
     rig = Rig(skip_join())
     long, short = make_job(0, 8, max_tokens=3), make_job(1, 1, max_tokens=3, arrival_s=2.0)
+    long.trace = JobTrace()
     rig.loop.jobs.add(long)
     assert rig.run_cycle() == 8.0
     rig.loop.jobs.add(short)
     rig.run_cycle()
     assert (long.state, short.state) == (JobState.PREEMPTED, JobState.RUNNING)
     rig.run()
+    assert long.trace.periods == [Period("preemption", 8.0, 11.0, num_blocks=0)]
     assert [number for number, _ in rig.ends] == [1, 0]
     assert (long.num_preemptions, short.num_preemptions, rig.counters.preemptions) == (1, 0, 1)
     assert (long.executed_s, long.last_token_s) == (10.0, 13.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 from fastserve_backend.job import FinishReason, JobState
+from fastserve_backend.job_trace import JobTrace
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.scheduler.base import BatchLimits
 from hypothesis import example, given, settings
@@ -52,6 +53,9 @@ def test_every_job_ends_once_and_everything_is_freed(
         )
         for number in range(25)
     ]
+    traces = [JobTrace() for _ in jobs]
+    for job, trace in zip(jobs, traces, strict=True):
+        job.trace = trace
     cancellations = {n: jobs[n].arrival_s + rng.uniform(0, 40) for n in range(0, 25, 6)}
     for number in range(1, 25, 8):
         rig.delivery.stop_after[number] = rng.randint(1, 12)
@@ -63,7 +67,11 @@ def test_every_job_ends_once_and_everything_is_freed(
     assert rig.counters.peak_blocks <= num_blocks
     assert rig.counters.preemptions == sum(job.num_preemptions for job in jobs)
     reasons = dict(rig.ends)
-    for job in jobs:
+    for job, trace in zip(jobs, traces, strict=True):
+        trace.on_running(rig.clock.now())  # for jobs that were cancelled while they waited
+        assert len(trace.periods) == job.num_preemptions
+        edges = [s for period in trace.periods for s in (period.start_s, period.end_s)]
+        assert edges == sorted(edges)
         assert job.state is JobState.FINISHED
         num_tokens = len(job.output_ids)
         if reasons[job.number] is FinishReason.LENGTH:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 from collector import Collector
 from fastserve_backend.config import EngineConfig
@@ -19,6 +20,7 @@ from fastserve_backend.profile.measure import ReadyRanks
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     CopyResult,
+    DiskCopy,
     Ready,
     Setup,
     Step,
@@ -120,7 +122,7 @@ class FakeRanks:
         self._steps_to_live -= 1
         self._results.append(StepResult(step.step_id, self._kv.run(step), 0.0, b"", []))
 
-    def copy(self, blocks: CopyBlocks) -> None:
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
         self._kv.copy(blocks)
         self._results.append(CopyResult(blocks.transfer_id, 1e-4, None))
 
@@ -329,6 +331,18 @@ def test_a_profile_is_measured_again_only_of_other_hardware(
     assert client.wait().finish_reason is FinishReason.LENGTH
     assert measured == ["a slide rule", "an abacus"]
     assert engine.profile.model.identity.hardware == "an abacus"
+
+
+def test_a_disk_that_is_missing_after_a_restart_is_done_without(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = FakeRanks(50), FakeRanks()
+    second.ready = msgspec.structs.replace(READY, disk_error="the disk is full")
+    (client,) = submit(serve(first, second), PROMPTS[0])
+    assert client.wait().finish_reason is FinishReason.LENGTH
+    assert "no KV is written to the disk: the disk is full" in caplog.text
+    with pytest.raises(ConfigError, match="the disk is full"):
+        serve(second)
 
 
 @pytest.mark.parametrize(("interval_s", "each_time"), [(60.0, False), (0.0, True)])

@@ -19,6 +19,7 @@ from fastserve_client.protocol import (
     DEFAULT_HOST,
     DEFAULT_HTTP_PORT,
     DEFAULT_METRICS_PORT,
+    MODEL_NAME,
 )
 from rich.console import Console
 from rich.markup import escape
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
     from fastserve_client.key_file import NamedKey
 
     from fastserve_backend.serving.endpoints import Endpoints
+    from fastserve_backend.serving.launch import TritonServer
 
 # Options of several commands.
 _Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with its HTTP port.")]
+_Model = Annotated[str, typer.Option(help="Name of the model at the server.")]
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
@@ -112,6 +115,7 @@ def main() -> None:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     url: _Url = DEFAULT_URL,
+    model: _Model = MODEL_NAME,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     temperature: _Temperature = None,
     top_p: _TopP = None,
@@ -134,6 +138,7 @@ def generate(
     code = generate_to_terminal(
         prompt,
         url=url,
+        model=model,
         timeout_s=timeout,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -154,6 +159,7 @@ def generate(
 @app.command()
 def chat(
     url: _Url = DEFAULT_URL,
+    model: _Model = MODEL_NAME,
     system: Annotated[
         str | None, typer.Option(help="What the model is told before the first message.")
     ] = None,
@@ -183,6 +189,7 @@ def chat(
 
     code = chat_in_terminal(
         url=url,
+        model=model,
         system=system,
         timeout_s=timeout,
         demo_tools=tools == "demo",
@@ -303,45 +310,94 @@ def _print_gateway(url: str) -> None:
 @app.command()
 @with_config_flags()
 def serve(
-    model: Annotated[str | None, typer.Argument(show_default=EMBEDDED_MODEL)] = None,
-    config: _Config = None,
+    model: Annotated[list[str] | None, typer.Argument(show_default=EMBEDDED_MODEL)] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="An engine.yaml; flags override it. Once for all models, or once for each."
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of the model at Triton; once for each model.",
+            show_default=f"{MODEL_NAME}, or short names of several models",
+        ),
+    ] = None,
+    model_repository: Annotated[
+        Path | None,
+        typer.Option(help="Directory of Triton models to serve beside, such as ensembles."),
+    ] = None,
+    model_control: Annotated[
+        bool,
+        typer.Option(
+            "--model-control",
+            help="Let clients that have the server's key load and unload models.",
+        ),
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
     http_port: Annotated[int, typer.Option(help="Triton HTTP.")] = DEFAULT_HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(help="Triton gRPC.")] = DEFAULT_GRPC_PORT,
     metrics_port: Annotated[int, typer.Option(help="Prometheus metrics.")] = DEFAULT_METRICS_PORT,
     **keys: Any,
 ) -> None:
-    """Serve MODEL through a real tritonserver until SIGTERM or Ctrl-C.
+    """Serve MODEL, or several, through a real tritonserver until SIGTERM or Ctrl-C.
 
     MODEL is a Hugging Face id (owner/name, or owner/name@revision), a local directory in Hugging
     Face format, a GGUF file, or a built-in name with --load-format dummy. Without MODEL and
-    --config, the embedded default runs: SmolLM2-135M-Instruct, which needs no download.
+    --config, the embedded default runs: SmolLM2-135M-Instruct, which needs no download. Several
+    models share the machine evenly, unless their configurations say otherwise.
     """
     from fastserve_backend.serving import launch
+    from fastserve_backend.serving.served_models import name_models
     from fastserve_backend.system.logs import warn_on_stderr
 
     warn_on_stderr()
+    models = name_models(_engine_configs(model or [], config or [], keys), name or [])
     server = launch.TritonServer(
-        _engine_config(model, config, keys),
+        models,
         host=host,
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
+        model_repository=model_repository,
+        model_control=model_control,
     )
-    code = launch.serve(server, on_ready=lambda: _print_endpoints(server.endpoints))
-    raise typer.Exit(code)
+
+    def on_ready() -> None:
+        _print_endpoints(server.endpoints, list(models))
+        if model_control:
+            _print_control(server)
+
+    raise typer.Exit(launch.serve(server, on_ready))
 
 
-def _print_endpoints(endpoints: Endpoints) -> None:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+def _print_endpoints(endpoints: Endpoints, models: list[str]) -> None:
     url = f"grpc://{endpoints.grpc_url}"
     there = "" if url == DEFAULT_URL else f" --url {url}"
-    console.print("[bold green]ready[/]")
-    # Without markup, because IPv6 addresses look like it.
-    console.print(f'  gRPC     {url}   (fastserve generate "Hello"{there})', markup=False)
-    http_url = f"{endpoints.http_url}/v2/models/fastserve/generate_stream"
-    console.print(f"  HTTP     {http_url}", markup=False)
-    console.print(f"  metrics  {endpoints.metrics_url}", markup=False)
+    if models != [MODEL_NAME]:
+        there += f" --model {models[0]}"
+    _print_fact("[bold green]ready[/]", markup=True)
+    _print_fact(f'  gRPC     {url}   (fastserve generate "Hello"{there})')
+    for name in models:
+        _print_fact(f"  HTTP     {endpoints.http_url}/v2/models/{name}/generate_stream")
+    _print_fact(f"  metrics  {endpoints.metrics_url}")
+
+
+def _print_control(server: TritonServer) -> None:
+    from fastserve_backend.serving.process import ADMIN_HEADER
+
+    key_file = server.runtime.admin_key_file
+    _print_fact(f"  models   {server.runtime.repository}")
+    _print_fact(
+        f'  load     curl -X POST -H "{ADMIN_HEADER}: $(cat {key_file})" '
+        f"{server.endpoints.http_url}/v2/repository/models/NAME/load"
+    )
+
+
+def _print_fact(text: str, *, markup: bool = False) -> None:
+    # Addresses have no markup, but those of IPv6 look like it.
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=markup)
 
 
 # Without the keys that a simulation ignores, and without the policy, since it has several.
@@ -441,6 +497,29 @@ def profile(
     from fastserve_backend.cli.profile import profile_command
 
     profile_command(_engine_config(model, config, keys), output)
+
+
+def _engine_configs(
+    models: list[str], files: list[Path], keys: dict[str, Any]
+) -> list[EngineConfig]:
+    """A configuration for each model, or for each file if no model is given.
+
+    Raises:
+        ConfigError: neither one file nor one for each model.
+    """
+    if not models and not files:
+        return [_engine_config(None, None, keys)]
+    if not models:
+        return [_engine_config(None, file, keys) for file in files]
+    if len(files) <= 1:
+        shared = files[0] if files else None
+        return [_engine_config(model, shared, keys) for model in models]
+    if len(files) != len(models):
+        raise ConfigError(
+            f"config: got {len(files)} files for {len(models)} models; give one for all of them, "
+            "or one for each, in their order"
+        )
+    return [_engine_config(model, file, keys) for model, file in zip(models, files, strict=True)]
 
 
 def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any]) -> EngineConfig:

@@ -36,6 +36,7 @@ from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.grammars.client import GrammarClient
 from fastserve_backend.grammars.messages import FromGrammars, Vocabulary
 from fastserve_backend.job import DEFAULT_SERVICE, FinishReason, Job, OutputSink, ServiceLevel
+from fastserve_backend.job_trace import JobTrace
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
@@ -210,6 +211,7 @@ class Engine:
         *,
         service: ServiceLevel = DEFAULT_SERVICE,
         prompt_text: str | None = None,
+        trace: JobTrace | None = None,
     ) -> int:
         """Accept a job and return its number; ``sink`` then gets its outputs and one end.
 
@@ -218,6 +220,7 @@ class Engine:
             service: the server's objectives replace those that it leaves out.
             prompt_text: the user's words, from which the length of the answer is predicted if the
                 configuration asks for that; default: the text of ``prompt_ids``.
+            trace: gets what happens to the job, if somebody traces it.
 
         Raises:
             InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long;
@@ -238,6 +241,7 @@ class Engine:
             sink=sink,
             seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
             rules=rules,
+            trace=trace,
         )
         predictions = self.predictions
         if predictions is not None:

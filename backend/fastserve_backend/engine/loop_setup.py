@@ -17,7 +17,7 @@ from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
-from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.rank_protocol.link import NO_LINK, Link
 from fastserve_backend.rank_protocol.messages import Ready, Step
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.batch_limits import batch_limits
@@ -39,11 +39,22 @@ class KVMemory:
     """Time to copy one block, every rank its part."""
     kinds: tuple[LayerKind, ...] = ONE_GROUP
     """Of the model's layers."""
+    num_disk_blocks: int = 0
+    disk: Link = NO_LINK
+    """Time to write one block of the host to the disk or to read it, every rank its part."""
 
     @classmethod
     def of_ranks(cls, ready: Ready, kinds: tuple[LayerKind, ...]) -> KVMemory:
         link = Link(ready.block_out_s, ready.block_in_s)
-        return cls(ready.num_blocks, ready.num_host_blocks, ready.block_bytes, link, kinds)
+        return cls(
+            ready.num_blocks,
+            ready.num_host_blocks,
+            ready.block_bytes,
+            link,
+            kinds,
+            ready.num_disk_blocks,
+            Link(ready.disk_write_s, ready.disk_read_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +83,9 @@ class LoopSetup:
             incremental=self.kv_cache.incremental,
             kinds=memory.kinds,
             step_tokens=policy.limits.job_tokens,
+            num_disk_blocks=memory.num_disk_blocks,
         )
-        costs = SwapCosts(self.latency, memory.block_bytes, memory.link)
+        costs = SwapCosts(self.latency, memory.block_bytes, memory.link, memory.disk)
         return KVManager(
             tiers,
             policy,

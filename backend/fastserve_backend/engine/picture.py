@@ -95,6 +95,8 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         num_promotions=policy.num_promotions,
         priority_jobs=loop.jobs.count_by_priority(),
         swapped=kv.num_away,
+        block_size=device.block_size,
+        num_groups=kv.tiers.needs.num_groups,
         num_blocks=device.num_blocks,
         free_blocks=device.num_free + held.device,
         num_host_blocks=host.num_blocks,
@@ -102,6 +104,7 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         sessions_held=kv.num_sessions_held,
         held_blocks=held.device,
         held_host_blocks=held.idle_host,
+        held_disk_blocks=kv.tiers.disk.slots.num_used,
     )
 
 

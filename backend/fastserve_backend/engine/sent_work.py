@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fastserve_backend.engine.step_builder import build_copy
+from fastserve_backend.engine.step_builder import build_copy, build_disk_copy
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.metrics.counters import EngineCounters
@@ -73,7 +74,8 @@ class FinishedStep(NamedTuple):
 class FinishedCopy(NamedTuple):
     """A copy and its result."""
 
-    transfer: Transfer
+    transfer: Transfer | DiskTransfer
+    sent_s: float
     result: CopyResult
 
 
@@ -88,7 +90,8 @@ class SentWork:
         """Replaced when the ranks are; nothing may be unfinished then."""
         self.steps: deque[SentStep] = deque()
         """Unfinished steps, the oldest first."""
-        self._copies: dict[int, Transfer] = {}  # unfinished
+        # Unfinished, and when they were sent.
+        self._copies: dict[int, tuple[Transfer | DiskTransfer, float]] = {}
         self._clock = clock
         self._counters = counters
         # End of the last step. None once the ranks had no step for another reason than the engine's
@@ -130,8 +133,13 @@ class SentWork:
 
     def send_copies(self, transfers: Sequence[Transfer], block_size: int) -> None:
         for transfer in transfers:
-            self._copies[transfer.id] = transfer
+            self._copies[transfer.id] = transfer, self._clock.now()
             self.executor.copy(build_copy(transfer, block_size))
+
+    def send_disk_copies(self, transfers: Sequence[DiskTransfer]) -> None:
+        for transfer in transfers:
+            self._copies[transfer.id] = transfer, self._clock.now()
+            self.executor.copy(build_disk_copy(transfer))
 
     def receive(
         self, timeout_s: float | None, *, jobs_wait: bool
@@ -153,7 +161,7 @@ class SentWork:
             self.executor.check()
             return None
         if isinstance(result, CopyResult):
-            return FinishedCopy(self._copies.pop(result.transfer_id), result)
+            return FinishedCopy(*self._copies.pop(result.transfer_id), result)
         return None if result is None else self._finish_step(result)
 
     def forget(self) -> None:

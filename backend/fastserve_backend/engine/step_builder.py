@@ -10,10 +10,12 @@ import numpy as np
 
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
+    DiskCopy,
     LogitBias,
     Penalties,
     PromptRows,
@@ -120,6 +122,15 @@ def build_copy(transfer: Transfer, block_size: int) -> CopyBlocks:
         host_blocks=transfer.host_blocks.tobytes(),
         num_last_tokens=(transfer.num_tokens - 1) % block_size + 1,
         num_last=transfer.num_last,
+    )
+
+
+def build_disk_copy(transfer: DiskTransfer) -> DiskCopy:
+    return DiskCopy(
+        transfer_id=transfer.id,
+        is_write=transfer.is_write,
+        host_blocks=transfer.host_blocks.tobytes(),
+        slots=transfer.slots.tobytes(),
     )
 
 

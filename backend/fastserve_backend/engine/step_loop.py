@@ -22,6 +22,7 @@ from fastserve_backend.engine.steps_ahead import EarlyEnd, StepsAhead
 from fastserve_backend.engine.unfinished_jobs import UnfinishedJobs
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job, JobState
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.round import StepVerdict
@@ -204,6 +205,7 @@ class StepLoop:
         batch = fill_batch(jobs, limits, in_flight, kv_round)
         result = kv_round.commit()
         self._work.send_copies(result.transfers, self.kv.tiers.device.block_size)
+        self._work.send_disk_copies(result.disk_transfers)
         if result.verdict is not StepVerdict.SEND:
             return None
         return NextStep(batch, result.prefix_copies)
@@ -217,6 +219,8 @@ class StepLoop:
             if job.first_scheduled_s is None:
                 job.first_scheduled_s = now
                 job.num_cached_tokens = job.num_ready
+            elif job.trace is not None:
+                job.trace.on_running(now)
         chosen = {job.number for job, _ in batch}
         set_aside = [
             job for job in self._ran if job.state is JobState.RUNNING and job.number not in chosen
@@ -225,7 +229,7 @@ class StepLoop:
         for job in set_aside:
             job.state = JobState.PREEMPTED
         if behind is None:
-            self._count_preemptions(set_aside)
+            self._count_preemptions(set_aside, now)
         else:
             behind.set_aside = set_aside
 
@@ -265,12 +269,18 @@ class StepLoop:
     # --- Results ------------------------------------------------------------------------------
 
     def _apply_copy(self, finished: FinishedCopy) -> None:
-        error = finished.result.error
+        transfer, error, seconds = finished.transfer, finished.result.error, finished.result.seconds
         if error is not None:
             _log.warning("copying KV blocks failed: %s", error)
-        self.kv.on_transfer_finished(
-            finished.transfer.job_number, succeeded=error is None, seconds=finished.result.seconds
-        )
+        succeeded = error is None
+        if isinstance(transfer, DiskTransfer):
+            self.kv.on_disk_transfer_finished(transfer, succeeded=succeeded, seconds=seconds)
+            return
+        job = self.jobs.get(transfer.job_number)
+        if job is not None and job.trace is not None:
+            num_blocks = len(transfer.device_blocks)
+            job.trace.add(transfer.kind.value, finished.sent_s, self._clock.now(), num_blocks)
+        self.kv.on_transfer_finished(transfer.job_number, succeeded=succeeded, seconds=seconds)
 
     def _apply_step(self, finished: FinishedStep) -> None:
         sent = finished.sent
@@ -284,7 +294,7 @@ class StepLoop:
             going_on = [one for one in sent.batch if one.job.state is not JobState.FINISHED]
             self._on_ran(going_on, finished.ended_s)
         else:
-            self._count_preemptions(early_end.set_aside)
+            self._count_preemptions(early_end.set_aside, finished.ended_s)
         if not sent.step.copy_from and not sent.step.prompt_rows:
             self._on_step_finished(sent.step, finished.elapsed_s)
 
@@ -307,8 +317,10 @@ class StepLoop:
                 self.jobs.on_token(job, token, finished.ended_s)
         self._masked.request_masks(finished.ended_s)
 
-    def _count_preemptions(self, set_aside: Iterable[Job]) -> None:
+    def _count_preemptions(self, set_aside: Iterable[Job], now: float) -> None:
         for job in set_aside:
             if job.state is not JobState.FINISHED:  # as its pending token may have shown
                 job.num_preemptions += 1
                 self._counters.preemptions += 1
+                if job.trace is not None:
+                    job.trace.on_preempted(now)

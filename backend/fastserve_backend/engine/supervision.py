@@ -12,7 +12,7 @@ from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.admission import Admission
 from fastserve_backend.engine.loop_setup import KVMemory
-from fastserve_backend.errors import EngineError, FastServeError
+from fastserve_backend.errors import ConfigError, EngineError, FastServeError
 from fastserve_backend.executor.base import OwnedExecutor
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.profile.latency import LatencyProfile
@@ -117,10 +117,11 @@ class RankSupervisor:
         ready, kv_config = self.ranks.ready, self._config.kv_cache
         weights = self._model.weight_format if self._model.quantization else ready.dtype
         in_int8 = " in int8" if kv_config.device_dtype == "int8" else ""
+        on_disk = f", {ready.num_disk_blocks} on the disk" if ready.num_disk_blocks else ""
         return (
             f"{ready.hardware}, weights in {weights}, {ready.num_blocks} KV blocks of "
-            f"{kv_config.block_size} tokens{in_int8} and {ready.num_host_blocks} on the host "
-            f"({kv_config.strategy})"
+            f"{kv_config.block_size} tokens{in_int8} and {ready.num_host_blocks} on the host"
+            f"{on_disk} ({kv_config.strategy})"
         )
 
     def kill(self) -> None:
@@ -151,6 +152,10 @@ class RankSupervisor:
         model = self._model
         setup = Setup.of(self._config, model.directory, model.eos_token_ids)
         ready = executor.start(setup, self._start_timeout_s)
+        if ready.disk_error is not None:
+            if self._profile is None:
+                raise ConfigError(ready.disk_error)
+            _log.warning("no KV is written to the disk: %s", ready.disk_error)
         measurable = ReadyRanks.of(model, self._config, ready, executor, self._clock.now)
         identity = measurable.identity
         if self._profile is None or self._profile.identity.key != identity.key:

@@ -68,6 +68,9 @@ class UnfinishedJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def get(self, number: int) -> Job | None:
+        return self._jobs.get(number)
+
     @property
     def num_without_token(self) -> int:
         """Jobs that wait for their first token."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     CopyResult,
+    DiskCopy,
     Ready,
     Setup,
     Step,
@@ -32,7 +33,7 @@ class Executor(Protocol):
         """Send a step; only if ``can_submit`` or ``can_submit_ahead``."""
         ...
 
-    def copy(self, blocks: CopyBlocks) -> None:
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
         """Send a copy of KV blocks, at any time; it goes on while steps run. Ranks on a CPU may
         begin it only after the steps that were submitted before it."""
         ...

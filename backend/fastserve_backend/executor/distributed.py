@@ -22,6 +22,7 @@ from fastserve_backend.executor.rank_processes import LISTEN_S, RankProcesses
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     CopyResult,
+    DiskCopy,
     Failed,
     FromRank,
     Hello,
@@ -183,6 +184,10 @@ class DistributedExecutor:
             block_in_s=max(one.block_in_s for one in ready),
             hardware=hardware,
             dtype=ready[0].dtype,
+            num_disk_blocks=min(one.num_disk_blocks for one in ready),
+            disk_write_s=max(one.disk_write_s for one in ready),
+            disk_read_s=max(one.disk_read_s for one in ready),
+            disk_error=next((one.disk_error for one in ready if one.disk_error), None),
         )
 
     @property
@@ -201,12 +206,12 @@ class DistributedExecutor:
         self._flights[step.step_id] = _UnfinishedStep(time.monotonic())
         self._in_first_stage = step.step_id
 
-    def copy(self, blocks: CopyBlocks) -> None:
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
         self._send(blocks)
         behind = next(reversed(self._flights.values()), None)
-        self._copies[blocks.transfer_id] = _UnfinishedCopy(
-            self._ranks.listened_s, behind, len(self._ranks)
-        )
+        # A disk may hang, and only those who read from it wait for that.
+        sent_s = math.inf if isinstance(blocks, DiskCopy) else self._ranks.listened_s
+        self._copies[blocks.transfer_id] = _UnfinishedCopy(sent_s, behind, len(self._ranks))
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         return_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -296,7 +301,9 @@ class DistributedExecutor:
         return CopyResult(part.transfer_id, copy.seconds, copy.error)
 
     def _send(
-        self, message: Setup | Step | CopyBlocks | Stop, ranks: Sequence[int] | None = None
+        self,
+        message: Setup | Step | CopyBlocks | DiskCopy | Stop,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Send to ``ranks``, or to all."""
         data = encoder.encode(message)
@@ -366,8 +373,8 @@ class DistributedExecutor:
         now_s = self._ranks.listened_s
         if self._flights and now_s - self._oldest_since_s > STEP_TIMEOUT_S:
             raise EngineError(f"a step has not ended in {STEP_TIMEOUT_S:.0f} s")
-        copy = next(iter(self._copies.values()), None)
-        if copy is not None and now_s - copy.since_s > COPY_TIMEOUT_S:
+        since_s = min((copy.since_s for copy in self._copies.values()), default=now_s)
+        if now_s - since_s > COPY_TIMEOUT_S:
             raise EngineError(f"a copy of KV blocks has not ended in {COPY_TIMEOUT_S:.0f} s")
 
     def _fail(self, failed: Failed) -> NoReturn:
@@ -404,7 +411,7 @@ class _UnfinishedCopy:
     """A copy that the ranks have not finished."""
 
     sent_s: float
-    """In ``RankProcesses.listened_s``."""
+    """In ``RankProcesses.listened_s``. Infinite if it may take any time."""
     behind: _UnfinishedStep | None
     """The latest unfinished step when it was sent: a rank on a CPU makes the copy after that."""
     num_waiting: int
@@ -416,4 +423,4 @@ class _UnfinishedCopy:
     @property
     def since_s(self) -> float:
         """When every rank could begin; infinite as long as one may be unable to."""
-        return self.sent_s if self.behind is None else self.behind.ended_s
+        return self.sent_s if self.behind is None else max(self.sent_s, self.behind.ended_s)

@@ -6,7 +6,7 @@ import logging
 from typing import Protocol
 
 from fastserve_backend.job import Job
-from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.rank_protocol.link import NO_LINK, Link
 
 # Share of the newest transfer in the running mean of the link's speed.
 _WEIGHT = 0.1
@@ -20,18 +20,15 @@ class PrefillTimes(Protocol):
     def prefill_s(self, num_tokens: int) -> float: ...
 
 
-class SwapCosts:
-    """Compares the latency profile with the speed of the link, which it learns from transfers.
+class LearnedLink:
+    """The speed of a link, which is learned from transfers.
 
     Args:
-        block_bytes: as in ``KVMemory``.
-        link: the measured speed before the first transfer.
+        measured: the speed before the first transfer.
     """
 
-    def __init__(self, times: PrefillTimes, block_bytes: int, link: Link) -> None:
-        self.block_bytes = block_bytes
-        self._times = times
-        self._measured_s = {True: link.block_out_s, False: link.block_in_s}  # by is_out
+    def __init__(self, measured: Link) -> None:
+        self._measured_s = {True: measured.block_out_s, False: measured.block_in_s}  # by is_out
         self._block_s = dict(self._measured_s)
 
     def observe(self, is_out: bool, num_blocks: int, seconds: float) -> None:
@@ -47,6 +44,32 @@ class SwapCosts:
     def longest_s(self, num_blocks: int) -> float:
         """Seconds that ``num_blocks`` blocks take in the slower direction."""
         return num_blocks * max(self._block_s.values())
+
+    def relax(self) -> None:
+        """Move the learned speed a little back to the measured one.
+
+        A transfer was not made because the link is slow. While there are none, no transfer can show
+        that the link has become faster.
+        """
+        for is_out, measured_s in self._measured_s.items():
+            self._block_s[is_out] += _WEIGHT * (measured_s - self._block_s[is_out])
+
+
+class SwapCosts:
+    """Compares the latency profile with the speeds of the links.
+
+    Args:
+        block_bytes: as in ``KVMemory``.
+        link: between device and host.
+        disk: between host and disk.
+    """
+
+    def __init__(
+        self, times: PrefillTimes, block_bytes: int, link: Link, disk: Link = NO_LINK
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.link, self.disk = LearnedLink(link), LearnedLink(disk)
+        self._times = times
 
     @property
     def least_iteration_s(self) -> float:
@@ -68,7 +91,7 @@ class SwapCosts:
                 back.
             num_running: jobs in an iteration.
         """
-        swap_s = self.transfer_s(True, blocks_out) + self.transfer_s(False, blocks_in)
+        swap_s = self.link.transfer_s(True, blocks_out) + self.link.transfer_s(False, blocks_in)
         recompute_s = self._times.prefill_s(job.num_computed) * (num_running + 1)
         is_cheaper = swap_s <= recompute_s
         _log.debug(
@@ -82,14 +105,14 @@ class SwapCosts:
             "swap" if is_cheaper else "recompute",
         )
         if not is_cheaper:
-            self._relax()
+            self.link.relax()
         return is_cheaper
 
-    def _relax(self) -> None:
-        """Move the learned speed a little back to the measured one.
-
-        A job was not swapped because the link is slow. While no job is swapped, no transfer can
-        show that the link has become faster.
-        """
-        for is_out, measured_s in self._measured_s.items():
-            self._block_s[is_out] += _WEIGHT * (measured_s - self._block_s[is_out])
+    def read_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` blocks come from the disk to the device sooner than the KV of
+        ``num_tokens`` tokens is computed."""
+        read_s = self.disk.transfer_s(False, num_blocks) + self.link.transfer_s(False, num_blocks)
+        if read_s <= self.prefill_s(num_tokens):
+            return True
+        self.disk.relax()
+        return False

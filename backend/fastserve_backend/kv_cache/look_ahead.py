@@ -142,7 +142,7 @@ class LookAhead:
             if state.is_idle(job) and (
                 device.num_full_blocks(job.num_computed) > host.end(job.number)
             ):
-                max_blocks = int(_WRITE_BACK_S / self._costs.transfer_s(True, 1))
+                max_blocks = int(_WRITE_BACK_S / self._costs.link.transfer_s(True, 1))
                 max_blocks = max(self._tiers.needs.num_groups, max_blocks)
                 self._swapping.write_back(job, min(max_blocks, host.num_free), state)
                 break

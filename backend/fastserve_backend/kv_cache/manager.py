@@ -23,6 +23,7 @@ from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import RoomParts
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.holders import Holders, RunningOrder
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies, Prefixes, PrefixKeys
@@ -100,8 +101,9 @@ class KVManager:
 
     @property
     def wants_round(self) -> bool:
-        """Whether a round has something to do without any job: held KV is to be copied."""
-        return self._sessions.has_to_copy
+        """Whether a round has something to do without any job: held KV is to be copied or
+        written."""
+        return self._sessions.has_to_copy or self._sessions.has_to_write
 
     @property
     def num_away(self) -> int:
@@ -178,6 +180,12 @@ class KVManager:
         self._swapping.on_transfer_finished(job_number, succeeded=succeeded, seconds=seconds)
         if self.tiers.has_windows:
             self._holders.free_unseen(job_number)
+
+    def on_disk_transfer_finished(
+        self, transfer: DiskTransfer, *, succeeded: bool, seconds: float
+    ) -> None:
+        """The ranks have ended the transfer. It took the disk ``seconds``."""
+        self._sessions.on_disk_transfer_finished(transfer, succeeded=succeeded, seconds=seconds)
 
     def restart(self, job: Job) -> None:
         """The job, which no step runs, has to compute its KV again: it has become longer than

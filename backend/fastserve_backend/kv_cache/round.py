@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import DeviceRoom, RoomParts
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.holders import RoundState
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
@@ -50,6 +51,8 @@ class RoundResult:
     verdict: StepVerdict
     transfers: Sequence[Transfer]
     """To start now, in this order, whatever the verdict."""
+    disk_transfers: Sequence[DiskTransfer]
+    """Likewise. No step waits for them."""
     prefix_copies: PrefixCopies
     """To make with the step, before it runs."""
 
@@ -181,7 +184,9 @@ class Round:
                 self._look_ahead.on_round_end(self._state, self._room)
         if self._strategy == "proactive" or not self._offered:
             self._sessions.copy_to_host(self._state.transfers)
-        return RoundResult(verdict, self._state.transfers, self.prefixes.copies)
+        disk_transfers: list[DiskTransfer] = []
+        self._sessions.copy_to_and_from_disk(disk_transfers, self.now)
+        return RoundResult(verdict, self._state.transfers, disk_transfers, self.prefixes.copies)
 
     def _pass_over(self, answers: tuple[OfferAnswer, ...]) -> OfferAnswer:
         """The answer that says what is closed by now, from a tuple that ``_answers`` made."""
@@ -199,5 +204,5 @@ class Round:
         num_runnable = len(self.taken) if state.is_ahead else len(state.busy)
         if not state.transfers or not num_runnable:
             return False
-        copies_s = costs.longest_s(self._tiers.num_in_transfer)
+        copies_s = costs.link.longest_s(self._tiers.num_in_transfer)
         return copies_s * num_runnable <= costs.least_iteration_s * len(self.stalled)

@@ -1,10 +1,11 @@
 """KV of paused sessions, which is held for their next turns.
 
 When a turn of a session ends, its KV stays on the device. While the link is idle it is copied to
-the host, and stays there when jobs need its device blocks. It is given up when it gets too old
-(``SessionHistory.ttl_s``) or jobs need its blocks: **held KV never keeps a block from a job**. When
-the next turn arrives, it gets the KV of the tokens that both begin with. From then on the turn is
-like a preempted job: it keeps its KV or is swapped as the policy wants.
+the host, and stays there when jobs need its device blocks. From there it is written to the disk, if
+there is one and the host is filling. It is given up when it gets too old (``SessionHistory.ttl_s``)
+or jobs need its blocks: **held KV never keeps a block from a job**. When the next turn arrives, it
+gets the KV of the tokens that both begin with, as soon as that is on the device or the host. From
+then on the turn is like a preempted job: it keeps its KV or is swapped as the policy wants.
 
 KV of the session that paused last is held longest. Pauses have long tails: a session that has
 paused for long will probably pause for long still. So the least recent KV is worth least.
@@ -12,6 +13,7 @@ paused for long will probably pause for long still. So the least recent KV is wo
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection
@@ -22,6 +24,7 @@ import numpy as np
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
+from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.session_history import SessionHistory, SessionKey
@@ -32,9 +35,16 @@ from fastserve_backend.metrics.counters import EngineCounters
 _COPY_S = 0.005
 # Copies leave this share of the host free for copies of jobs.
 _COPY_HOST_FREE = 0.25
+# KV is written to the disk when less than this share of the host is free. So a turn that returns
+# while there is room costs no write.
+_DISK_HOST_FREE = 0.5
+# A turn waits for its read this long, or as long as computing takes if that is longer. Then the
+# disk is not as fast as it was.
+_LONGEST_READ_S = 2.0
 # A turn that begins with less than this share of the held tokens gets none. It would have far more
 # blocks than it needs.
 _LEAST_SHARE = 0.5
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -66,6 +76,7 @@ class HeldSessions:
         rotary_switch: int | None,
     ) -> None:
         self._tiers = tiers
+        self._disk = tiers.disk
         self._holders = holders
         self._prefixes = prefixes
         self._costs = costs
@@ -80,9 +91,12 @@ class HeldSessions:
         self._on_device: OrderedDict[int, _HeldTurn] = OrderedDict()
         self._uncopied: OrderedDict[int, _HeldTurn] = OrderedDict()  # not all of it on the host
         self._on_host: OrderedDict[int, _HeldTurn] = OrderedDict()  # and not on the device
+        self._on_disk: dict[int, _HeldTurn] = {}  # alone, also during a read
+        self._reads: list[DiskTransfer] = []  # not sent to the ranks yet
         self._arriving: dict[int, Job] = {}
         self.arriving = self._arriving.keys()
-        """Numbers of the jobs that wait until nothing copies the KV that they get."""
+        """Numbers of the jobs that wait until nothing copies the KV that they get, or until it has
+        been read from the disk."""
         self._copy_sources: Collection[int] = ()
 
     def __len__(self) -> int:
@@ -97,7 +111,7 @@ class HeldSessions:
             return
         self._history.on_arrival(job, now)
         self._arriving[job.number] = job
-        self._give_kv(job)
+        self._give_kv(job, now)
 
     def on_end(self, job: Job, now: float) -> bool:
         """A job ended, and no step runs it. Returns whether its KV is held from now on; if not, the
@@ -122,7 +136,7 @@ class HeldSessions:
         if is_on_device:
             self._on_device[job.number] = self._uncopied[job.number] = turn
         else:
-            self._on_host[job.number] = turn
+            self._hold_on_host(turn)
         return True
 
     def start_round(self, now: float) -> None:
@@ -133,7 +147,7 @@ class HeldSessions:
                 break
             self._give_up(turn)
         for job in list(self._arriving.values()):
-            self._give_kv(job)
+            self._give_kv(job, now)
 
     def _num_to_hold(self, job: Job) -> int:
         """Of how many tokens the ended job's KV may be held. 0: of none."""
@@ -153,15 +167,20 @@ class HeldSessions:
             return 0  # the window of its last token may be gone
         return 0 if self._rotates_anew(job) else min(job.num_computed, num_tokens)
 
-    def _give_kv(self, job: Job) -> None:
-        """Give an arriving job what its session holds, unless that is being copied."""
+    def _give_kv(self, job: Job, now: float) -> None:
+        """Give an arriving job what its session holds, unless that is being copied or read."""
         key = SessionKey.of(job)
         turn = None if key is None else self._turns.get(key)
         if turn is not None and not self._tiers.is_idle(turn.job.number):
             return
-        del self._arriving[job.number]
         num_tokens = 0 if turn is None else self._num_common(turn, job)
-        if turn is not None and num_tokens >= _LEAST_SHARE * turn.num_tokens:
+        is_of_use = turn is not None and num_tokens >= _LEAST_SHARE * turn.num_tokens
+        if is_of_use and turn is not None and turn.job.number in self._on_disk:
+            if self._waits_for_read(turn, num_tokens, now):
+                return
+            is_of_use = False
+        del self._arriving[job.number]
+        if turn is not None and is_of_use:
             self._hand_over(turn, job, num_tokens)
             self._counters.session_hit_tokens += num_tokens
             self._counters.session_miss_tokens += len(job.prompt_ids) - num_tokens
@@ -244,8 +263,22 @@ class HeldSessions:
                 self._uncopied[number] = turn
 
     def _free_host_alone(self, num_blocks: int) -> None:
-        while self._on_host and self._tiers.host.num_free < num_blocks:
-            self._give_up(next(iter(self._on_host.values())))
+        """Free blocks of KV that is not on the device; last of all what the disk is to get."""
+        for is_unwritten in (False, True):
+            for number, turn in list(self._on_host.items()):
+                if self._tiers.host.num_free >= num_blocks:
+                    return
+                if self._disk.is_unwritten(number) is is_unwritten:
+                    self._leave_host(turn)
+
+    def _leave_host(self, turn: _HeldTurn) -> None:
+        """Free the host's blocks of KV that is not on the device; what the disk has is held on."""
+        number = turn.job.number
+        if not self._disk.has(number):
+            self._give_up(turn)
+            return
+        self._tiers.forget_host(number)
+        self._on_disk[number] = self._on_host.pop(number)
 
     def _leave_device(self, turn: _HeldTurn) -> None:
         """Free the turn's device blocks; what the host has is held on."""
@@ -260,7 +293,13 @@ class HeldSessions:
         self._tiers.leave_device(number)
         del self._on_device[number]
         self._uncopied.pop(number, None)
+        self._hold_on_host(turn)
+
+    def _hold_on_host(self, turn: _HeldTurn) -> None:
+        """The turn's KV is on the host alone from now on."""
+        number = turn.job.number
         self._on_host[number] = turn
+        self._disk.add(number, self._tiers.num_saved(number))
 
     def _give_up(self, turn: _HeldTurn) -> None:
         """Hold the turn's KV no longer. Device blocks keep their content like those of other ended
@@ -271,8 +310,9 @@ class HeldSessions:
 
     def _forget(self, turn: _HeldTurn) -> None:
         del self._turns[turn.key]
-        for turns in (self._on_device, self._uncopied, self._on_host):
+        for turns in (self._on_device, self._uncopied, self._on_host, self._on_disk):
             turns.pop(turn.job.number, None)
+        self._disk.release(turn.job.number)
 
     # --- Copies to the host -------------------------------------------------------------------
 
@@ -288,7 +328,7 @@ class HeldSessions:
         if turn is None:
             return
         self._free_host_alone(self._missing_on_host(turn) + self._num_left_free)
-        block_s = self._costs.transfer_s(True, 1)
+        block_s = self._costs.link.transfer_s(True, 1)
         max_blocks = max(self._tiers.needs.num_groups, int(_COPY_S / block_s))
         transfer = self._tiers.write_back(turn.job.number, turn.num_tokens, max_blocks)
         assert transfer is not None
@@ -299,24 +339,108 @@ class HeldSessions:
         return int(_COPY_HOST_FREE * self._tiers.host.num_blocks)
 
     def _next_to_copy(self) -> _HeldTurn | None:
-        tiers, host = self._tiers, self._tiers.host
+        tiers = self._tiers
         if (
-            host.num_blocks == 0
+            tiers.host.num_blocks == 0
             or tiers.num_unfinished(TransferKind.SWAP_OUT)
             or tiers.num_unfinished(TransferKind.WRITE_BACK)
         ):
             return None
+        turn = self._first_uncopied()
+        if turn is None:
+            return None
+        # Only KV that is not on the device makes room for it, and none that the disk is to get.
+        num_others = tiers.held.host_alone - self._disk.num_unwritten
+        room = tiers.host.num_free + num_others - self._num_left_free
+        return turn if self._missing_on_host(turn) <= room else None
+
+    def _first_uncopied(self) -> _HeldTurn | None:
         while self._uncopied:
             number, turn = next(iter(self._uncopied.items()))
-            if tiers.num_saved(number) < turn.num_tokens:
-                # Only KV that is not on the device makes room for it.
-                room = host.num_free + tiers.held.host_alone - self._num_left_free
-                return turn if self._missing_on_host(turn) <= room else None
+            if self._tiers.num_saved(number) < turn.num_tokens:
+                return turn
             del self._uncopied[number]
         return None
 
     def _missing_on_host(self, turn: _HeldTurn) -> int:
         return self._tiers.host.missing(turn.job.number, turn.num_tokens, turn.num_tokens)
+
+    # --- Copies to and from the disk ------------------------------------------------------------
+
+    @property
+    def has_to_write(self) -> bool:
+        """Whether ``copy_to_and_from_disk`` would write."""
+        if self._disk.next_to_write is None:
+            return False
+        host, turn = self._tiers.host, self._first_uncopied()
+        return host.num_free < _DISK_HOST_FREE * host.num_blocks or (
+            turn is not None and self._missing_on_host(turn) > host.num_free - self._num_left_free
+        )
+
+    def copy_to_and_from_disk(self, transfers: list[DiskTransfer], now: float) -> None:
+        """Start the reads for which turns wait, and to write the KV that came to the host first.
+        The disk is for the latest: what has been there for the longest time makes room."""
+        transfers += self._reads
+        self._reads.clear()
+        if not self.has_to_write:
+            return
+        number = self._disk.next_to_write
+        assert number is not None
+        while self._disk.missing_slots(number) and (oldest := self._disk.oldest) is not None:
+            if oldest in self._on_disk:
+                self._give_up(self._on_disk[oldest])
+            else:
+                self._disk.release(oldest)
+        if self._disk.missing_slots(number):  # being read
+            self._disk.cannot_write(number)
+        else:
+            transfers.append(self._disk.write(number, now))
+
+    def on_disk_transfer_finished(
+        self, transfer: DiskTransfer, *, succeeded: bool, seconds: float
+    ) -> None:
+        """The ranks have ended the transfer. It took the disk ``seconds``."""
+        num_blocks, counters = len(transfer.slots), self._counters
+        if not succeeded:
+            counters.disk_failures += 1
+        else:
+            self._costs.disk.observe(transfer.is_write, num_blocks, seconds)
+            num_bytes = num_blocks * self._costs.block_bytes
+            if transfer.is_write:
+                counters.disk_write_bytes += num_bytes
+            else:
+                counters.disk_read_bytes += num_bytes
+        if not self._disk.finish(transfer, succeeded=succeeded) or transfer.is_write:
+            return
+        number = transfer.job_number
+        if succeeded:
+            self._tiers.take_over_read(number, transfer.owner, transfer.num_tokens)
+            self._on_host[number] = self._on_disk.pop(number)
+        else:
+            self._give_up(self._on_disk[number])
+
+    def _waits_for_read(self, turn: _HeldTurn, num_tokens: int, now: float) -> bool:
+        """Whether KV of ``num_tokens`` tokens of use comes from the disk, or will soon. The read is
+        started if it pays and the host has room."""
+        number, costs = turn.job.number, self._costs
+        read = self._disk.transfer(number)
+        if read is not None:
+            is_slow = now - read.started_s > max(_LONGEST_READ_S, costs.prefill_s(num_tokens))
+            if is_slow:
+                _log.warning("reading KV from the disk takes too long, so it is computed again")
+                self._counters.disk_failures += 1
+            return not is_slow
+        num_blocks = self._disk.slots.num_held(number)
+        if not costs.read_is_cheaper(num_tokens, num_blocks):
+            return False
+        self.free_host(num_blocks)
+        if self._tiers.host.num_free < num_blocks:
+            return False
+        # Its pause is over: it is not too old while it is read.
+        turn.since_s = now
+        self._turns.move_to_end(turn.key)
+        self._reads.append(self._disk.read(number, now))
+        return True
 
 
 def _num_equal(first: array[int], second: array[int]) -> int:

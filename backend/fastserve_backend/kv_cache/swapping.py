@@ -99,7 +99,7 @@ class Swapping:
         if succeeded:
             num_blocks = len(transfer.device_blocks)
             num_bytes = num_blocks * self._costs.block_bytes
-            self._costs.observe(transfer.kind.is_out, num_blocks, seconds)
+            self._costs.link.observe(transfer.kind.is_out, num_blocks, seconds)
             if transfer.kind.is_out:
                 self._counters.swap_out_bytes += num_bytes
             else:

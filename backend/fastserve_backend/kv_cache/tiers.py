@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.disk_tier import DiskTier
 from fastserve_backend.kv_cache.held_blocks import HeldBlocks, HeldJobs
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
@@ -70,6 +71,7 @@ class TwoTierKV:
         incremental: keep the host's blocks when the job returns to the device.
         kinds: of the model's layers.
         step_tokens: most tokens of a job in one step.
+        num_disk_blocks: slots of the disk, for held KV alone.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TwoTierKV:
         incremental: bool,
         kinds: Sequence[LayerKind] = ONE_GROUP,
         step_tokens: int = 1,
+        num_disk_blocks: int = 0,
     ) -> None:
         self.device = BlockPool(num_device_blocks, block_size, kinds)
         self.host = BlockPool(num_host_blocks, block_size, kinds)
@@ -95,6 +98,7 @@ class TwoTierKV:
         # Jobs that ended during a transfer or a step that copies from them → keys for ``release``.
         self._ended: dict[int, Sequence[bytes]] = {}
         self._ids = itertools.count()
+        self.disk = DiskTier(self.host, num_disk_blocks, self._ids)
         # Every decision needs these facts about all jobs, so each change of a job updates them.
         self._swapped_out: set[int] = set()
         self.away: set[int] = set()
@@ -329,13 +333,19 @@ class TwoTierKV:
         if not self._incremental and self.device.num_held(heir):
             self.forget_host(heir)
 
+    def take_over_read(self, job_number: int, owner: int, num_tokens: int) -> None:
+        """Held KV that was on the disk alone is in the host blocks of ``owner`` now."""
+        self.host.hand_over(owner, job_number)
+        self._saved[job_number] = num_tokens
+        self._update_facts(job_number)
+
     def leave_device(self, job_number: int) -> None:
         """Free the device blocks of held KV, which must be idle. The host keeps what it has."""
         self.device.release(job_number)
         self._update_facts(job_number)
 
     def forget_host(self, job_number: int) -> None:
-        """Free the host's blocks of a job on the device, without a transfer."""
+        """Free the host's blocks of a job on the device, or of held KV, without a transfer."""
         self.host.release(job_number)
         self._saved.pop(job_number, None)
         self._update_facts(job_number)
@@ -362,6 +372,7 @@ class TwoTierKV:
         tables agree with the states of the jobs."""
         self.device.check_integrity()
         self.host.check_integrity()
+        self.disk.check_integrity(self.device)
         for number, saved in self._saved.items():
             end = self.host.end(number)
             assert 0 < saved <= end * self._block_size, "the host lacks blocks of a saved prefix"

@@ -50,6 +50,11 @@ class EngineCounters:
     """KV that swap-outs did not copy, because the host had it already."""
     swap_stall_s: float = 0.0
     """Seconds in which no step ran because all runnable jobs waited for copies."""
+    disk_write_bytes: int = 0
+    """KV of paused sessions that was written to the disk."""
+    disk_read_bytes: int = 0
+    disk_failures: int = 0
+    """Writes and reads that failed, and reads that took too long."""
     finished: Counter[str] = field(default_factory=Counter)
     """Jobs by finish reason, without refused jobs."""
     refused: int = 0
@@ -105,6 +110,10 @@ class EngineSnapshot:
     """Jobs by priority; priorities without jobs are left out."""
     swapped: int
     """Waiting jobs whose KV is on the host, or on its way from or to it."""
+    block_size: int
+    """Tokens of a block."""
+    num_groups: int
+    """Blocks that hold the same ``block_size`` tokens: one of each group of layers."""
     num_blocks: int
     free_blocks: int
     num_host_blocks: int
@@ -115,3 +124,5 @@ class EngineSnapshot:
     held_blocks: int
     """Device blocks of held KV."""
     held_host_blocks: int
+    held_disk_blocks: int
+    """Slots of the disk in use, also for KV that is on the host too."""

@@ -41,6 +41,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     block_size: int
+    host_share: float
     device_memory_utilization: float
     device_blocks: int | None
     swap_space_gib: float
@@ -52,6 +53,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     """On several hosts: names this start of the ranks in the store where they meet."""
     eos_token_ids: tuple[int, ...] = ()
     """The tokens that end an answer. Some come from files that a rank does not read."""
+    disk_swap_gib: float = 0.0
+    disk_swap_dir: str | None = None
 
     @classmethod
     def of(
@@ -79,6 +82,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             block_size=kv.block_size,
+            host_share=parallel.host_share,
             device_memory_utilization=kv.device_memory_utilization,
             device_blocks=kv.device_blocks,
             swap_space_gib=kv.swap_space_gib if kv.is_swapping else 0.0,
@@ -87,6 +91,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             max_num_seqs=config.scheduler.most_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             eos_token_ids=eos_token_ids,
+            disk_swap_gib=kv.disk_swap_gib,
+            disk_swap_dir=kv.disk_swap_dir,
         )
 
 
@@ -104,6 +110,13 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     hardware: str
     """What the latency profile depends on: processor or GPU, its share in use, kernels."""
     dtype: DType
+    num_disk_blocks: int = 0
+    disk_write_s: float = 0.0
+    """Seconds to write one block of the host to the disk; 0 without blocks there."""
+    disk_read_s: float = 0.0
+    """Seconds to read it back."""
+    disk_error: str | None = None
+    """Why there are no blocks on the disk, although the configuration asks for them."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -300,6 +313,19 @@ class CopyBlocks(msgspec.Struct, tag="copy", array_like=True):
     num_last: int = 1
 
 
+class DiskCopy(msgspec.Struct, tag="disk", array_like=True):
+    """Copy KV blocks between the host and the rank's file while steps and other copies run.
+
+    Copies in one direction are made in the order of their messages. ``CopyResult`` answers.
+    """
+
+    transfer_id: int
+    is_write: bool
+    """Whether the copy goes from the host to the file."""
+    host_blocks: bytes  # int32 [n]
+    slots: bytes  # int32 [n]: places of one block each in the file
+
+
 class CopyResult(msgspec.Struct, tag="copied", array_like=True):
     """A copy has ended: its blocks may be read, written and reused."""
 
@@ -314,7 +340,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True):
     """The rank finishes its steps and ends."""
 
 
-ToRank = Setup | Step | CopyBlocks | Stop
+ToRank = Setup | Step | CopyBlocks | DiskCopy | Stop
 FromRank = Hello | Ready | Failed | Heartbeat | StageDone | StepResult | CopyResult
 
 encoder = msgspec.msgpack.Encoder()

@@ -92,6 +92,8 @@ class GenerateRequest:
     return_perf_metrics: bool
     request_id: str
     """From the request parameters; empty: they have none."""
+    trace_context: Mapping[str, str]
+    """See ``RequestValues.trace_context``."""
 
 
 def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> GenerateRequest:
@@ -150,6 +152,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         return_prompt_tokens=values.boolean(protocol.RETURN_PROMPT_TOKENS),
         return_perf_metrics=values.boolean(protocol.RETURN_PERF_METRICS),
         request_id=values.get(protocol.REQUEST_ID, to_text) or "",
+        trace_context=values.trace_context(),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from fastserve_backend.engine.engine import Engine
+from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.runtime import LAUNCHER_VARIABLE, RuntimeDirectory, wait_readable
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class ParentGuard:
                 self._ask_server_to_end()
                 asked_to_end = True
             if self._runtime is not None:
-                self._answer_launcher(self._runtime)
+                self._answer_launcher(self._runtime, self._runtime.own_reports())
 
     def _ask_server_to_end(self) -> None:
         with suppress(ProcessLookupError):  # somebody has just killed it
@@ -141,17 +142,17 @@ class ParentGuard:
         engine = self._engine
         return engine.failure if self._launcher is None and engine is not None else None
 
-    def _answer_launcher(self, runtime: RuntimeDirectory) -> None:
+    def _answer_launcher(self, runtime: RuntimeDirectory, reports: StubReports) -> None:
         engine = self._engine
-        if engine is not None and engine.failure is not None and runtime.failure() is None:
+        if engine is not None and engine.failure is not None and reports.failure() is None:
             if engine.gave_up:
-                runtime.gave_up.set()
-            runtime.report_failure(engine.failure)
+                reports.gave_up.set()
+            reports.report_failure(engine.failure)
         if engine is not None and runtime.end_wanted.is_set():
             engine.close()  # idempotent
-        is_due = runtime.drain_wanted.is_set() and not runtime.drained.is_set()
+        is_due = runtime.drain_wanted.is_set() and not reports.drained.is_set()
         if is_due and (engine is None or self._drain()):
-            runtime.drained.set()
+            reports.drained.set()
 
     def _launcher_is_gone(self) -> bool:
         return self._launcher is not None and bool(wait_readable(0.0, self._launcher))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -17,6 +19,9 @@ from fastserve_backend.serving.errors import LaunchError
 _PACKAGES = ("fastserve_backend", "fastserve_client", "fastserve_kernels")
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
+
+_HELP_TIMEOUT_S = 30.0
+_FLAG = re.compile(r"^  --([a-z0-9-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,21 @@ class TritonInstallation:
             libraries.append(Path(libdir))
         binary = root / "bin" / "tritonserver"
         return cls(binary, root / "backends" / "python", stub, tuple(libraries))
+
+    def offered_flags(self) -> frozenset[str]:
+        """The names in the server's ``--help``, which differ between releases.
+
+        Raises LaunchError: the server cannot be run.
+        """
+        command = [str(self.binary), "--help"]
+        environment = self.environment(os.environ)
+        try:
+            answer = subprocess.run(
+                command, env=environment, capture_output=True, timeout=_HELP_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LaunchError(f"cannot run {self.binary}: {error}") from None
+        return frozenset(_FLAG.findall((answer.stdout + answer.stderr).decode(errors="replace")))
 
     def prepare_backends(self, directory: Path) -> list[str]:
         """Copy the python backend to ``directory``, and return the server's flags for it.

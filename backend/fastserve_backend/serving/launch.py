@@ -1,4 +1,4 @@
-"""Starts a tritonserver with the model, keeps it running, and leaves nothing behind."""
+"""Starts a tritonserver with one or several models, keeps it running, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,12 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from fastserve_client.listening import is_loopback
-from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
+from fastserve_client.protocol import (
+    DEFAULT_GRPC_PORT,
+    DEFAULT_HTTP_PORT,
+    DEFAULT_METRICS_PORT,
+    MODEL_NAME,
+)
 
 from fastserve_backend.checkpoints.hub import at_commit
 from fastserve_backend.checkpoints.load_config import load_model_config
@@ -30,8 +35,9 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.process import ServerProcess
-from fastserve_backend.serving.repository import write_repository
+from fastserve_backend.serving.repository import ENGINE_FILE, write_model
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
+from fastserve_backend.serving.served_models import divide_machine
 from fastserve_backend.system.interpreter import child_environment
 from fastserve_backend.system.restart_limit import RestartLimiter
 
@@ -60,35 +66,51 @@ class _Trouble(NamedTuple):
 
 
 class TritonServer:
-    """A tritonserver that serves ``config``; a context manager that starts and stops it.
+    """A tritonserver that serves one or several models; a context manager that starts and stops it.
 
-    When the server or its stub dies, or the engine breaks, the whole server is restarted: only this
-    ends the streams of clients whose stub is gone. After three restarts in ten minutes, or when the
+    When the server or a stub dies, or an engine breaks, the whole server is restarted: only this
+    ends the streams of clients whose stub is gone. After three restarts in ten minutes, or when an
     engine has used up its own restarts, the server is given up: it is ended, so that it does not
     claim to be ready, and ``wait`` returns 1.
 
     Port 0 is any free port; ``endpoints`` has its number after ``start``.
 
     Args:
+        models: the configuration of the model ``fastserve``, or those of several models, by name.
+            They share the machine as `divide_machine` says.
         log_path: file to which the server's output is appended; None: this process's stderr.
+        model_repository: Triton models that are served beside these, such as ensembles.
+        model_control: Clients that send the key in ``runtime.admin_key_file`` may load and unload
+            models. A restarted server loads the models that were loaded.
+
+    Raises:
+        ConfigError: the models ask for more than the machine.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        models: EngineConfig | Mapping[str, EngineConfig],
         *,
         host: str = "127.0.0.1",
         http_port: int = DEFAULT_HTTP_PORT,
         grpc_port: int = DEFAULT_GRPC_PORT,
         metrics_port: int = DEFAULT_METRICS_PORT,
         log_path: Path | None = None,
+        model_repository: Path | None = None,
+        model_control: bool = False,
     ) -> None:
-        self._config = config
+        if isinstance(models, EngineConfig):
+            models = {MODEL_NAME: models}
+        self._models = divide_machine(models)
+        self._to_load = list(models)
+        self._backend_flags: list[str] = []
+        self._model_repository = model_repository
+        self._model_control = model_control
         self._wanted = Endpoints(host, http_port, grpc_port, metrics_port)
         self._log_path = log_path
         self._endpoints: Endpoints | None = None
         self._runtime: RuntimeDirectory | None = None
-        self._new_server: Callable[[], ServerProcess] | None = None
+        self._new_server: Callable[[list[str], dict[str, str]], ServerProcess] | None = None
         self._server: ServerProcess | None = None
         self._supervisor: threading.Thread | None = None
         # Not an Event: a second signal may interrupt the first one's handler, which holds its lock.
@@ -126,37 +148,38 @@ class TritonServer:
         return self._stopping
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when the model has generated a token.
+        """Returns when each model has generated a token.
 
-        It downloads or converts the model's files first, so that the progress is visible here.
+        It downloads or converts the models' files first, so that the progress is visible here.
         ``timeout_s`` begins after that.
 
         Raises:
             ConfigError: ``tenants_file`` cannot be used.
             ModelError: there is no such model, or it cannot be fetched or read.
+            LaunchError: ``model_control`` with a host that others reach, or ``model_repository`` is
+                no directory or has a model with the name of another.
             PortInUseError: another process has one of the ports.
-            ModelLoadError: the model refused its configuration or checkpoint, or generates nothing
+            ModelLoadError: a model refused its configuration or checkpoint, or generates nothing
                 with it.
             LaunchError: no tritonserver, no room for its files, or it did not become ready within
                 ``timeout_s``.
         """
+        self._check_options()
         self._warn_if_public()
         self._timeout_s = timeout_s
         installation = TritonInstallation.find()
         self._wanted.claim()  # a busy port shows before a long download
-        model = self._config.model
-        if model.device != "cuda":
+        if any(config.model.device != "cuda" for config in self._models.values()):
             _start_build()
         self.is_fetching = True  # set first, so that a request to stop interrupts from now on
         try:
             if self._runtime is not None or self._stopping:
                 raise LaunchError("a TritonServer starts once; make another one")
-            described = load_model_config(model.model, load_format=model.load_format)
+            # A restarted server has the same weights, even if others were pushed to the hub
+            # meanwhile.
+            self._models = {name: _fetched(config) for name, config in self._models.items()}
         finally:
             self.is_fetching = False
-        # A restarted server has the same weights, even if others were pushed to the hub meanwhile.
-        commit = at_commit(model.model, described.directory)
-        self._config = self._config.with_keys(model=commit)
         self._endpoints = endpoints = self._wanted.claim()
         try:
             self._prepare(installation, endpoints)
@@ -205,11 +228,11 @@ class TritonServer:
         self.stop()
 
     def _prepare(self, installation: TritonInstallation, endpoints: Endpoints) -> None:
-        tenant = next(iter(self._config.tenants.read_weights()), "")
         try:
             self._runtime = RuntimeDirectory.create()
-            write_repository(self._runtime.repository, self._config)
-            flags = installation.prepare_backends(self._runtime.backends)
+            for name, config in self._models.items():
+                write_model(self._runtime.repository, name, config)
+            self._backend_flags = installation.prepare_backends(self._runtime.backends)
         except OSError as error:
             made = error.filename if self._runtime is None else self._runtime.path
             where = "any directory for temporary files" if made is None else Path(made).parent
@@ -218,14 +241,16 @@ class TritonServer:
                 "some space, or set TMPDIR to another directory with a short path"
             ) from None
         self._new_server = partial(
-            ServerProcess, installation, self._runtime, flags, endpoints, self._log_path, tenant
+            ServerProcess, installation, self._runtime, endpoints, self._log_path
         )
 
     def _launch(self) -> None:
         assert self._new_server is not None
+        flags = self._backend_flags + self._model_flags()
+        probe_tenants = {name: self._probe_tenant(name) for name in self._to_load}
         deadline = time.monotonic() + self._timeout_s
         for attempt in range(1, _START_TRIES + 1):
-            self._server = self._new_server()
+            self._server = self._new_server(flags, probe_tenants)
             try:
                 self._server.await_ready(deadline, lambda: self._stopping)
                 return
@@ -238,10 +263,29 @@ class TritonServer:
                 logger.warning("start %d of %d failed: %s", attempt, _START_TRIES, error)
                 self._retire(kill=False)
 
+    def _model_flags(self) -> list[str]:
+        """Which models tritonserver loads, and whether others may be loaded later."""
+        repositories = [f"--model-repository={path}" for path in self._repositories()]
+        if not self._model_control:
+            return [*repositories, "--model-control-mode=none"]
+        loads = [f"--load-model={name}" for name in self._to_load]
+        return [*repositories, "--model-control-mode=explicit", *loads]
+
+    def _repositories(self) -> list[Path]:
+        more = [] if self._model_repository is None else [self._model_repository]
+        return [self.runtime.repository, *more]
+
+    def _probe_tenant(self, name: str) -> str:
+        """A tenant that the model knows. The operator may have changed the model's file."""
+        for repository in self._repositories():
+            if (file := repository / name / ENGINE_FILE).exists():
+                return next(iter(EngineConfig.from_yaml(file).tenants.read_weights()), "")
+        return ""
+
     def _supervise(self) -> None:
         try:
             self._keep_running()
-        except LaunchError as error:
+        except FastServeError as error:
             if not self._stopping:
                 logger.error("%s", error)
                 self.failure = str(error)
@@ -261,6 +305,9 @@ class TritonServer:
             if limiter.take_restart(time.monotonic()) is None:
                 raise LaunchError(f"{trouble.reason}; given up after {limiter.describe()}")
             logger.error("%s; restarting the server", trouble.reason)
+            if self._model_control:
+                assert self._server is not None
+                self._to_load = sorted(self._server.stubs.models)
             self._retire(kill=trouble.kill)
             began_s = time.monotonic()
             self._launch()
@@ -272,21 +319,21 @@ class TritonServer:
     def _watch(self) -> _Trouble | None:
         """Wait until the server is in trouble; None: a stop was asked for."""
         assert self._server is not None
-        assert self._runtime is not None
-        server, stub = self._server.handle, self._server.stub_handle()
+        server, stubs = self._server.handle, self._server.stubs
         wake = self._wake_receiver.fileno()
         while True:
-            ready = wait_readable(_WATCH_INTERVAL_S, wake, server, stub)
+            stubs.update()
+            ready = wait_readable(_WATCH_INTERVAL_S, wake, server, *stubs.handles)
             if self._stopping:
                 return None
             if server in ready:
                 return _Trouble(f"tritonserver ended with code {self._server.exit_code}")
-            if stub in ready:
-                return _Trouble("the model's process ended")
-            failure = self._runtime.failure()
-            if failure is not None:
-                is_final = self._runtime.gave_up.is_set()
-                return _Trouble(f"the engine failed: {failure}", kill=False, is_final=is_final)
+            if (name := stubs.ended_model()) is not None:
+                return _Trouble(f"the process of {name} ended")
+            for reports in stubs.reports:
+                if (failure := reports.failure()) is not None:
+                    reason = f"the engine of {reports.model()} failed: {failure}"
+                    return _Trouble(reason, kill=False, is_final=reports.gave_up.is_set())
 
     def _retire(self, *, kill: bool) -> None:
         if self._server is not None:
@@ -299,6 +346,23 @@ class TritonServer:
             self._runtime.remove()
             self._runtime = None
 
+    def _check_options(self) -> None:
+        host, more = self._wanted.host, self._model_repository
+        if self._model_control and not is_loopback(host):
+            raise LaunchError(
+                f"model-control: got it with the host {host}; who may load a model can run code "
+                "here, and Triton would take the key unencrypted; use a loopback address"
+            )
+        if more is None:
+            return
+        if not more.is_dir():
+            raise LaunchError(f"model-repository: got {more}, which is no directory")
+        for name in self._models:
+            if (more / name).exists():
+                raise LaunchError(
+                    f"model-repository: {more} has a model {name}, too; give the other a --name"
+                )
+
     def _warn_if_public(self) -> None:
         host = self._wanted.host
         if not is_loopback(host):
@@ -307,6 +371,13 @@ class TritonServer:
                 "the server; put a gateway with API keys in front of it",
                 host,
             )
+
+
+def _fetched(config: EngineConfig) -> EngineConfig:
+    """The configuration of the model as it is now, whose files are on this host afterwards."""
+    model = config.model
+    described = load_model_config(model.model, load_format=model.load_format)
+    return config.with_keys(model=at_commit(model.model, described.directory))
 
 
 def _start_build() -> None:

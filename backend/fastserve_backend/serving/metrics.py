@@ -46,6 +46,8 @@ _DESCRIPTIONS = {
     "fastserve_queue_jobs": "Unfinished jobs by level of the scheduler's queues, 0 the highest",
     "fastserve_priority_jobs": "Unfinished jobs by priority, the lowest runs first",
     "fastserve_kv_blocks": "KV cache blocks by tier and state",
+    "fastserve_kv_usage_ratio": "Share of the device's KV cache blocks in use, from 0 to 1",
+    "fastserve_cache_config_info": "Always 1; its labels are the size of the device's KV cache",
     "fastserve_prompt_tokens_total": "Prompt tokens of accepted jobs",
     "fastserve_prefix_cached_tokens_total": "Tokens of which other jobs had the KV",
     "fastserve_sessions_held": "Paused sessions whose KV is held",
@@ -59,6 +61,8 @@ _DESCRIPTIONS = {
     "fastserve_swap_bytes_total": "KV copied from the device to the host (out) and back (in)",
     "fastserve_swap_bytes_avoided_total": "KV that the host had already when a job was swapped out",
     "fastserve_swap_stall_seconds_total": "Time in which all jobs that could run awaited copies",
+    "fastserve_disk_bytes_total": "KV of sessions written to the disk (out) and read back (in)",
+    "fastserve_disk_failures_total": "Failed writes and reads of KV on the disk",
     "fastserve_requests_total": "Ended jobs by finish reason",
     "fastserve_requests_rejected_total": "Requests refused before they became jobs",
     "fastserve_slo_attained_total": "Completed jobs that kept their latency objective",
@@ -223,6 +227,9 @@ class MetricsPublisher:
         yield "fastserve_swap_bytes_total", {"direction": "in"}, counters.swap_in_bytes
         yield "fastserve_swap_bytes_avoided_total", {}, counters.swap_avoided_bytes
         yield "fastserve_swap_stall_seconds_total", {}, counters.swap_stall_s
+        yield "fastserve_disk_bytes_total", {"direction": "out"}, counters.disk_write_bytes
+        yield "fastserve_disk_bytes_total", {"direction": "in"}, counters.disk_read_bytes
+        yield "fastserve_disk_failures_total", {}, counters.disk_failures
         yield "fastserve_worker_restarts_total", {}, counters.worker_restarts
         if self._engine.predictions is not None:
             yield from prediction_metrics.samples(self._engine.predictions)
@@ -244,6 +251,8 @@ class MetricsPublisher:
         for priority, size in _bounded(snapshot.priority_jobs).items():
             yield "fastserve_priority_jobs", {"priority": str(priority)}, size
         used = snapshot.num_blocks - snapshot.free_blocks
+        yield "fastserve_kv_usage_ratio", {}, used / snapshot.num_blocks
+        yield "fastserve_cache_config_info", _cache_config(snapshot), 1
         yield "fastserve_kv_blocks", {"tier": "device", "state": "used"}, used
         yield "fastserve_kv_blocks", {"tier": "device", "state": "free"}, snapshot.free_blocks
         used = snapshot.num_host_blocks - snapshot.free_host_blocks
@@ -252,7 +261,16 @@ class MetricsPublisher:
         yield "fastserve_sessions_held", {}, snapshot.sessions_held
         yield "fastserve_session_blocks", {"tier": "device"}, snapshot.held_blocks
         yield "fastserve_session_blocks", {"tier": "host"}, snapshot.held_host_blocks
+        yield "fastserve_session_blocks", {"tier": "disk"}, snapshot.held_disk_blocks
         yield "fastserve_requests_rejected_total", {}, self._num_rejected()
+
+
+def _cache_config(snapshot: EngineSnapshot) -> dict[str, str]:
+    """The labels that endpoint pickers of inference gateways read. A block has all layers here."""
+    return {
+        "block_size": str(snapshot.block_size),
+        "num_gpu_blocks": str(snapshot.num_blocks // snapshot.num_groups),
+    }
 
 
 def _bounded(priority_jobs: Mapping[int, int]) -> dict[int, int]:

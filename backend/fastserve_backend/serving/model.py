@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from fastserve_client.tracing import TracesError, open_tracer
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
@@ -29,6 +30,7 @@ from fastserve_backend.serving.codec import (
     refuse_unknown_keys,
 )
 from fastserve_backend.serving.guard import ParentGuard
+from fastserve_backend.serving.job_spans import JobSpans
 from fastserve_backend.serving.metrics import MetricsPublisher
 from fastserve_backend.serving.repository import ENGINE_FILE
 from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
@@ -54,6 +56,8 @@ _DRAIN_TIMEOUT_S = 10.0
 # Each response waits for tritonserver to take it, so two threads send more responses than one: a
 # fifth more on two cores.
 _EMITTERS = 2
+# Of the server's spans, if the environment has no name.
+_SERVICE_NAME = "fastserve"
 # Request ids go to logs: they must neither break lines nor fill a disk.
 _MAX_REQUEST_ID_CHARS = 128
 
@@ -68,30 +72,36 @@ class TritonPythonModel:
             pb_utils.TritonModelException: the model cannot be loaded; the message says why.
         """
         log_to_stderr()
+        self._model_name = args["model_name"]
         runtime = RuntimeDirectory.from_environment()
-        if runtime is not None:
-            runtime.report_stub()
+        self._reports = None if runtime is None else runtime.own_reports()
+        if runtime is not None and self._reports is not None:
+            self._reports.start(self._model_name)
+            runtime.prepare_stub()
         self._guard = ParentGuard(runtime, self._drain)
         clock = MonotonicClock()
         try:
+            self._tracer = open_tracer(_SERVICE_NAME)
             config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
             self._engine = Engine(config, clock=clock)
         except Exception as error:
-            if not isinstance(error, FastServeError):
+            if not isinstance(error, (FastServeError, TracesError)):
                 logger.exception("the model could not be loaded")
             reason = str(error) or repr(error)
-            if runtime is not None:
-                runtime.report_failure(reason)
+            if self._reports is not None:
+                self._reports.report_failure(reason)
             self._guard.close()
             raise pb_utils.TritonModelException(reason) from None
         self._wall_clock = WallClock(clock)
         self._num_rejected = 0
         self._metrics = MetricsPublisher(
-            self._engine, args["model_name"], args["model_version"], self._count_rejected
+            self._engine, self._model_name, args["model_version"], self._count_rejected
         )
         self._emitters = [Emitter(self._metrics.on_request_change) for _ in range(_EMITTERS)]
         self._next_emitter = cycle(self._emitters)
         self._guard.watch(self._engine, [emitter.current_call for emitter in self._emitters])
+        if self._reports is not None:
+            self._reports.loaded.set()
 
     def execute(self, requests: list[Any]) -> None:
         """Accept or refuse each request. The emitters send the responses later."""
@@ -113,14 +123,14 @@ class TritonPythonModel:
                     emitter.wake(TaskStream(channel, emitter, perform(task, self._engine)))
                 else:
                     wanted = decode_request(tensors, parameters)
-                    self._submit(_text(request.request_id), wanted, channel, emitter)
+                    self._submit_traced(_text(request.request_id), wanted, channel, emitter)
             except Exception as error:
                 self._num_rejected += 1
                 emitter.wake(RefusedStream(channel, emitter, _refusal(error)))
         self._metrics.on_request_change()
 
     def is_ready(self) -> bool:
-        """Only releases of Triton after 24.10 call it. The model stays ready while ranks are
+        """Called by releases of Triton since 26.03. The model stays ready while ranks are
         restarted: its jobs wait."""
         return self._engine.failure is None
 
@@ -133,7 +143,11 @@ class TritonPythonModel:
         for emitter in self._emitters:
             emitter.close()
         self._metrics.close()
+        if self._tracer is not None:
+            self._tracer.close()
         self._guard.close()
+        if self._reports is not None:
+            self._reports.withdraw()
         logger.info("unloaded")
 
     def _count_rejected(self) -> int:
@@ -143,8 +157,28 @@ class TritonPythonModel:
         """Refuse new requests; returns whether all accepted ones are answered."""
         return self._engine.drain(0.0) and not any(emitter.num_active for emitter in self._emitters)
 
-    def _submit(
+    def _submit_traced(
         self, request_id: str, wanted: GenerateRequest, channel: ResponseChannel, emitter: Emitter
+    ) -> None:
+        spans = None
+        if self._tracer is not None:
+            job = self._tracer.start("job", wanted.trace_context)
+            if job.is_recording():  # else it is not sampled
+                spans = JobSpans(self._tracer, job, self._engine.clock)
+        try:
+            self._submit(request_id, wanted, channel, emitter, spans)
+        except Exception as error:
+            if spans is not None:
+                spans.on_refused(error)
+            raise
+
+    def _submit(
+        self,
+        request_id: str,
+        wanted: GenerateRequest,
+        channel: ResponseChannel,
+        emitter: Emitter,
+        spans: JobSpans | None,
     ) -> None:
         engine = self._engine
         users_words = wanted.text
@@ -170,11 +204,15 @@ class TritonPythonModel:
             prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)
         encoder = ResponseEncoder(wanted, prompt, prompt_ids, self._wall_clock, engine.tokenizer)
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
-        stream = ResponseStream(channel, emitter, encoder, interval)
+        on_end = None if spans is None else spans.on_end
+        stream = ResponseStream(channel, emitter, encoder, interval, on_end)
         params = wanted.params
         if wanted.clip_max_tokens:
             params = engine.checks.clip_max_tokens(prompt_ids, params)
         job_id = _job_id(request_id or wanted.request_id)
+        if spans is not None:
+            policy = engine.config.scheduler.policy
+            spans.describe(job_id, wanted.service, self._model_name, policy)
         number = engine.submit(
             job_id,
             prompt_ids,
@@ -182,6 +220,7 @@ class TritonPythonModel:
             stream.push,
             service=wanted.service,
             prompt_text=users_words,
+            trace=None if spans is None else spans.trace,
         )
         stream.on_accepted(lambda: engine.cancel(number))
 

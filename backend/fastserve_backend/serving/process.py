@@ -8,22 +8,29 @@ import logging
 import os
 import re
 import resource
-import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TENANT, TEXT_INPUT
+from fastserve_client.protocol import (
+    MAX_TOKENS,
+    TEMPERATURE,
+    TENANT,
+    TEXT_INPUT,
+    TRACE_HEADERS,
+    TRACEPARENT,
+)
 
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
+from fastserve_backend.serving.stubs import LoadedStubs
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +51,8 @@ _STUB_TIMEOUT_S = 120
 _RESPONSE_THREADS = 2
 _READY_POLL_S = 0.05
 _PROBE_PROMPT = "Hello"
+# W3C's trace context of a request that nobody traces.
+_NOT_SAMPLED = f"00-{1:032x}-{1:016x}-00"
 # A server says in the last lines of its log why it ended, but not in tables and notes.
 _LOG_TAIL_BYTES = 16384
 _LOG_TAIL_LINES = 8
@@ -56,6 +65,11 @@ _MAX_OPEN_FILES = 65536
 # The python backend makes such a directory in every server; a killed server leaves it behind.
 _BACKEND_DIRECTORIES = ("/tmp", "python_env_??????")
 
+# Twice what the largest conversation may have (`codec.MAX_MESSAGES_BYTES`): JSON escapes quotes.
+_MAX_HTTP_INPUT_BYTES = 32 << 20
+
+ADMIN_HEADER = "fastserve-admin"
+"""The header of HTTP requests that has the key of the restricted APIs."""
 _RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 
 
@@ -63,27 +77,29 @@ class ServerProcess:
     """A started tritonserver. Call ``stop`` even if ``await_ready`` raised.
 
     Args:
-        tenant: of the request that tries the model. It must be one that the model knows.
+        flags: of tritonserver, beside those that are the same for all.
+        probe_tenants: by the name of each model, a tenant that it knows, whose request tries it.
     """
 
     def __init__(
         self,
         installation: TritonInstallation,
         runtime: RuntimeDirectory,
-        backend_flags: list[str],
         endpoints: Endpoints,
         log_path: Path | None,
-        tenant: str,
+        flags: list[str],
+        probe_tenants: Mapping[str, str],
     ) -> None:
         self._runtime = runtime
-        self._tenant = tenant
+        self._probe_tenants = probe_tenants
         self._endpoints = endpoints
         self._log_path = log_path
-        self._stub_handle: int | None = None
+        self.stubs = LoadedStubs(runtime)
         self._foreign_directories = _backend_directories()
         self._own_directories: set[Path] | None = None  # known once the server is ready
         runtime.clear_reports()
-        command = [str(installation.binary), *backend_flags, *_flags(runtime, endpoints)]
+        common = _flags(runtime, endpoints, installation.offered_flags())
+        command = [str(installation.binary), *flags, *common]
         environment = installation.environment(os.environ) | runtime.environment()
         log: IO[bytes] | None = None if log_path is None else log_path.open("ab")
         try:
@@ -115,41 +131,33 @@ class ServerProcess:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
-    def stub_handle(self) -> int:
-        """A pidfd of the stub, which is readable once the stub has ended. Only if the server is
-        ready."""
-        assert self._stub_handle is not None
-        return self._stub_handle
-
     def await_ready(self, deadline: float, cancelled: Callable[[], bool]) -> None:
-        """Returns when the model has generated a token.
+        """Returns when each model has generated a token.
 
         Args:
             deadline: of ``time.monotonic()``.
             cancelled: asked while waiting; True ends the wait with a LaunchError.
 
         Raises:
-            ModelLoadError: the model failed to load, or answered with an error, which is the
+            ModelLoadError: a model failed to load, or answered with an error, which is the
                 message.
             LaunchError: the server ended, or was not ready in time.
         """
-        for path in ("/v2/health/ready", f"/v2/models/{MODEL_NAME}/ready"):
+        models = list(self._probe_tenants)
+        for path in ("/v2/health/ready", *(f"/v2/models/{name}/ready" for name in models)):
             while not self._answers(path):
                 self._check_waiting(deadline, cancelled)
                 wait_readable(_READY_POLL_S, self.handle)
         self._own_directories = self._new_directories()
-        pid = self._runtime.stub_pid()
-        if pid is None:
-            raise LaunchError(f"the server does not run this model{self._log_hint()}")
-        try:
-            self._stub_handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            raise LaunchError(f"the model's process ended early{self._log_hint()}") from None
+        self.stubs.update()
+        if missing := set(models) - self.stubs.models:
+            foreign = ", ".join(sorted(missing))
+            raise LaunchError(f"the server does not run this model ({foreign}){self._log_hint()}")
         self._probe(deadline, cancelled)
 
     def drain(self) -> None:
         """Returns when all requests are answered, late ones with an error, or when the server or
-        stub has ended."""
+        a stub has ended."""
         self._runtime.drain_wanted.set()
         if not self._await_drained(DRAIN_TIMEOUT_S):
             logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
@@ -157,7 +165,7 @@ class ServerProcess:
             self._await_drained(_END_TIMEOUT_S)
 
     def stop(self, *, kill: bool) -> None:
-        """End server, stub and ranks, and remove the files that they left. Call it once.
+        """End server, stubs and ranks, and remove the files that they left. Call it once.
 
         Args:
             kill: end them at once, because a server whose stub is gone would hang.
@@ -172,9 +180,8 @@ class ServerProcess:
         self._runtime.kill_processes()
         self._runtime.remove_shared_memory()
         self._remove_directory()
-        for handle in (self.handle, self._stub_handle):
-            if handle is not None:
-                os.close(handle)
+        self.stubs.close()
+        os.close(self.handle)
 
     def _raise_limit_of_open_files(self) -> None:
         """The limit that a shell sets is mostly 1024."""
@@ -204,25 +211,27 @@ class ServerProcess:
     def _await_drained(self, timeout_s: float) -> bool:
         """Wait until all requests are answered, or a process has ended; False: time is up."""
         deadline = time.monotonic() + timeout_s
-        while not self._runtime.drained.is_set():
-            if wait_readable(_DRAIN_POLL_S, self.handle, self.stub_handle()):
+        while True:
+            self.stubs.update()
+            if all(one.drained.is_set() for one in self.stubs.reports):
+                return True
+            if wait_readable(_DRAIN_POLL_S, self.handle) or self.stubs.ended_model() is not None:
                 return True
             if time.monotonic() > deadline:
                 return False
-        return True
 
     def _check_waiting(self, deadline: float, cancelled: Callable[[], bool]) -> None:
-        reason = self._runtime.failure()
-        if reason is not None:
-            wait_readable(_EXIT_TIMEOUT_S, self.handle)  # this server ends by itself, and cleanly
-            raise ModelLoadError(reason)
+        for reports in self._runtime.stub_reports():
+            if (reason := reports.failure()) is not None:
+                wait_readable(_EXIT_TIMEOUT_S, self.handle)  # it ends by itself, and cleanly
+                raise ModelLoadError(self._naming(reports.model(), reason))
         code = self._process.poll()
         if code is not None:
             raise LaunchError(
                 f"tritonserver ended with code {code} before it was ready{self._log_hint()}"
             )
-        if self._stub_handle is not None and wait_readable(0.0, self._stub_handle):
-            raise LaunchError(f"the model's process ended early{self._log_hint()}")
+        if (name := self.stubs.ended_model()) is not None:
+            raise LaunchError(f"the process of {name} ended early{self._log_hint()}")
         if cancelled():
             raise LaunchError("stopped before the server was ready")
         if time.monotonic() > deadline:
@@ -248,22 +257,34 @@ class ServerProcess:
             raise problems[0]
 
     def _generate(self, timeout_s: float, problems: list[LaunchError]) -> None:
+        for name, tenant in self._probe_tenants.items():
+            self._generate_with(name, tenant, timeout_s, problems)
+
+    def _generate_with(
+        self, name: str, tenant: str, timeout_s: float, problems: list[LaunchError]
+    ) -> None:
         body = json.dumps(
-            {TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0, TENANT: self._tenant}
+            {
+                TEXT_INPUT: _PROBE_PROMPT,
+                MAX_TOKENS: 1,
+                TEMPERATURE: 0.0,
+                TENANT: tenant,
+                TRACEPARENT: _NOT_SAMPLED,
+            }
         )
-        path = f"/v2/models/{MODEL_NAME}/generate"
+        path = f"/v2/models/{name}/generate"
         try:
             status, answer = self._request("POST", path, body, timeout_s)
             reason = "" if status == http.HTTPStatus.OK else json.loads(answer)["error"]
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             reason = f"{error!r}{self._log_hint()}"
-            problems.append(LaunchError(f"no token from the model: {reason}"))
+            problems.append(LaunchError(self._naming(name, f"no token from the model: {reason}")))
             return
         if status != http.HTTPStatus.OK:
             # Other clients may have filled the queue already; another start may find room.
             is_full = status == http.HTTPStatus.SERVICE_UNAVAILABLE
             kind = LaunchError if is_full else ModelLoadError
-            problems.append(kind(f"no token from the model: {reason}"))
+            problems.append(kind(self._naming(name, f"no token from the model: {reason}")))
 
     def _request(
         self, method: str, path: str, body: str | None, timeout_s: float
@@ -278,6 +299,10 @@ class ServerProcess:
             return response.status, response.read().decode("utf-8", "replace")
         finally:
             connection.close()
+
+    def _naming(self, name: str, reason: str) -> str:
+        """The reason, with the model's name where there are several."""
+        return reason if len(self._probe_tenants) == 1 else f"{name}: {reason}"
 
     def _log_hint(self) -> str:
         if self._log_path is None:
@@ -294,15 +319,13 @@ def _backend_directories() -> set[Path]:
     return set(Path(parent).glob(pattern))
 
 
-def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
+def _flags(runtime: RuntimeDirectory, endpoints: Endpoints, offered: frozenset[str]) -> list[str]:
     http_host = grpc_host = endpoints.host
     if ":" in endpoints.host:  # IPv6, as libevent and as gRPC want it
         http_host, grpc_host = f"ipv6:{endpoints.host}", f"[{endpoints.host}]"
-    # Each of these interfaces lets clients change the server, and nobody needs them here.
-    restriction = f"{_RESTRICTED_APIS}:fastserve-admin={secrets.token_hex(16)}"
+    # Each of these interfaces lets clients change the server.
+    restriction = f"{_RESTRICTED_APIS}:{ADMIN_HEADER}={runtime.admin_key()}"
     return [
-        f"--model-repository={runtime.repository}",
-        "--model-control-mode=none",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={DRAIN_TIMEOUT_S}",
         f"--http-address={http_host}",
@@ -322,8 +345,21 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         "--grpc-keepalive-time=5000",
         "--grpc-keepalive-timeout=10000",
         "--grpc-http2-max-pings-without-data=0",
-        f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}",
         f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
         f"--backend-config=python,thread-pool-size={_RESPONSE_THREADS}",
+        *_flags_by_release(offered),
     ]
+
+
+def _flags_by_release(offered: frozenset[str]) -> Iterator[str]:
+    if "http-max-input-size" in offered:  # since 25.06
+        yield f"--http-max-input-size={_MAX_HTTP_INPUT_BYTES}"
+    forwarded: tuple[str, ...] = TRACE_HEADERS
+    if "allow-client-shm" in offered:  # since 26.04
+        yield "--allow-client-shm=false"
+    else:
+        # Releases since 26.05 refuse requests whose forwarded headers have names of Triton's own.
+        # Since 26.04 a response after such a stream's error does no harm (server#8708).
+        forwarded = (GRPC_STATUS_HEADER, *TRACE_HEADERS)
+    yield f"--grpc-header-forward-pattern=^({'|'.join(forwarded)})$"

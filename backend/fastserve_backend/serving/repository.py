@@ -1,8 +1,9 @@
-"""Writing a Triton model repository for one engine configuration."""
+"""Writing models of a Triton model repository from engine configurations."""
 
 from __future__ import annotations
 
 import os
+import py_compile
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -36,16 +37,23 @@ def find_model_template() -> Path:
     )
 
 
-def write_repository(directory: Path, config: EngineConfig) -> Path:
-    """Write ``directory/fastserve``, with ``config`` as ``engine.yaml``; returns ``directory``."""
-    model = directory / MODEL_NAME
+def write_model(repository: Path, name: str, config: EngineConfig) -> Path:
+    """Write the model ``repository/name``, with ``config`` as ``engine.yaml``; returns its path."""
+    model = repository / name
     shutil.copytree(find_model_template(), model, ignore=shutil.ignore_patterns("__pycache__"))
+    # The stub would write this file, and Triton take that for a change of the model: it would load
+    # it anew together with an ensemble that has it as a step.
+    py_compile.compile(str(model / "1" / "model.py"))
+    description = model / "config.pbtxt"
+    text = description.read_text(encoding="utf-8")
+    renamed = text.replace(f'name: "{MODEL_NAME}"', f'name: "{name}"', 1)
+    description.write_text(renamed, encoding="utf-8")
     paths = {"model": config.model.model, "tokenizer": config.model.tokenizer}
     config = config.with_keys(
         **{key: _ascii_path(path, model / f"{key}-files") for key, path in paths.items()}
     )
     (model / ENGINE_FILE).write_text(config.to_yaml(), encoding="utf-8")
-    return directory
+    return model
 
 
 def _ascii_path(path: str | None, link: Path) -> str | None:

@@ -20,15 +20,17 @@ from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES
 
 GRPC_STATUS_HEADER = "triton_grpc_error"
-"""Header of a gRPC stream that wants errors as the status of the call. The server forwards it as a
-request parameter, because such a stream must be answered in another way."""
+"""Header of a gRPC stream that wants errors as the status of the call. Servers before 26.04 forward
+it as a request parameter, because they need such a stream answered in another way."""
 
 # Enough for all stop words at their longest, and for little else.
 MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
-_ONLY_IN_REQUEST = (protocol.REQUEST_ID, GRPC_STATUS_HEADER)
+# Headers of a gRPC call that the server makes request parameters.
+_HEADERS = (GRPC_STATUS_HEADER, *protocol.TRACE_HEADERS)
+_ONLY_IN_REQUEST = (protocol.REQUEST_ID, *_HEADERS)
 _SPECS = {spec.name: spec for spec in protocol.INPUTS}
 
 
@@ -69,8 +71,14 @@ class RequestValues:
 
     def given(self) -> list[str]:
         """Names of all values, from all sources."""
-        keys = [key for source in self._sources for key in source if key != GRPC_STATUS_HEADER]
+        keys = [key for source in self._sources for key in source if key not in _HEADERS]
         return [*self._tensors, *keys]
+
+    def trace_context(self) -> dict[str, str]:
+        """W3C's headers. Values that are no text count as none."""
+        request = self._sources[1]
+        found = {name: request.get(name) for name in protocol.TRACE_HEADERS}
+        return {name: value for name, value in found.items() if isinstance(value, str)}
 
     def boolean(self, name: str) -> bool:
         return self.get(name, to_bool) or False

@@ -1,6 +1,6 @@
-"""The private directory of one running server, through which launcher and stub talk.
+"""The private directory of one running server, through which launcher and stubs talk.
 
-The launcher passes its path in the environment of the server; stub and ranks inherit it. So the
+The launcher passes its path in the environment of the server; stubs and ranks inherit it. So the
 variable also marks every process of this server, orphans included, for the cleanup.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import signal
 import tempfile
@@ -16,6 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from select import POLLIN, poll
 
+from fastserve_client.protocol import MODEL_NAME
+
+from fastserve_backend.serving.reports import Mark, StubReports
 from fastserve_backend.system.temporary_directory import short_temporary_directory
 
 RUNTIME_VARIABLE = "FASTSERVE_RUNTIME_DIR"
@@ -36,37 +40,17 @@ _NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
 _MMAP_VARIABLE, _MMAP_BYTES = "MALLOC_MMAP_THRESHOLD_", str(1 << 20)
 
 
-class Mark:
-    """A file whose existence is a message."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def set(self) -> None:
-        self._path.touch()
-
-    def is_set(self) -> bool:
-        return self._path.exists()
-
-
 class RuntimeDirectory:
     """``path`` holds the backend directory, the model repository, and reports, with which launcher
-    and stub talk during one run of the server."""
+    and stubs talk during one run of the server."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reports = path / "reports"
-        self._stub_file = self._reports / "stub.pid"
-        self._failure_file = self._reports / "failure.txt"
-        self.gave_up = Mark(self._reports / "gave-up")
-        """Set by the stub before its failure: the engine has used up its restarts of ranks, so the
-        server must not be restarted either."""
         self.drain_wanted = Mark(self._reports / "drain-wanted")
-        """Set by the launcher: the stub must refuse new requests and finish those that it has."""
-        self.drained = Mark(self._reports / "drained")
-        """Set by the stub once every request has its last response."""
+        """Set by the launcher: stubs must refuse new requests and finish those that they have."""
         self.end_wanted = Mark(self._reports / "end-wanted")
-        """Set by the launcher: the stub must end unfinished requests with an error."""
+        """Set by the launcher: stubs must end unfinished requests with an error."""
         self._lock: int | None = None
 
     @classmethod
@@ -113,24 +97,38 @@ class RuntimeDirectory:
             _MMAP_VARIABLE: os.environ.get(_MMAP_VARIABLE, _MMAP_BYTES),
         }
 
-    def report_stub(self) -> None:
-        """Called by the stub before it loads the model, and so before any request."""
+    @property
+    def admin_key_file(self) -> Path:
+        return self.path / "admin-key"
+
+    def admin_key(self) -> str:
+        """What a client must send to change the server. Restarts keep it."""
+        if not self.admin_key_file.exists():
+            self.admin_key_file.write_text(secrets.token_hex(16), encoding="ascii")
+        return self.admin_key_file.read_text(encoding="ascii")
+
+    def prepare_stub(self) -> None:
+        """Called by a stub before it loads its model, and so before any request."""
         if os.environ.get(_MMAP_VARIABLE) == _MMAP_BYTES:
             del os.environ[_MMAP_VARIABLE]  # ranks allocate large blocks in each step
         for region in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
-            region.chmod(0o600)  # it holds prompts, and the server leaves it at 0644
-        _write_at_once(self._stub_file, str(os.getpid()))
+            with suppress(FileNotFoundError):  # another model is being unloaded
+                region.chmod(0o600)  # it holds prompts, and the server leaves it at 0644
 
-    def report_failure(self, reason: str) -> None:
-        """Called by the stub when the model cannot load or its engine broke."""
-        _write_at_once(self._failure_file, reason)
+    def own_reports(self) -> StubReports:
+        """Those of this process, which is a stub."""
+        return StubReports(self._reports / str(os.getpid()))
 
-    def stub_pid(self) -> int | None:
-        text = _read(self._stub_file)
-        return int(text) if text else None
+    def stub_reports(self) -> list[StubReports]:
+        """Those of all stubs whose model is loaded, is being loaded, or could not be loaded."""
+        return [StubReports(path) for path in self._reports.iterdir() if path.is_dir()]
 
-    def failure(self) -> str | None:
-        return _read(self._failure_file)
+    def stub_pid(self, model: str = MODEL_NAME) -> int | None:
+        """Process id of the model's stub; None: the model is not loaded."""
+        for reports in self.stub_reports():
+            if reports.loaded.is_set() and reports.model() == model:
+                return reports.pid
+        return None
 
     def clear_reports(self) -> None:
         """Called before each start of the server."""
@@ -185,18 +183,3 @@ def wait_readable(timeout_s: float, *descriptors: int) -> set[int]:
     for descriptor in descriptors:
         poller.register(descriptor, POLLIN)
     return {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-
-
-def _write_at_once(path: Path, text: str) -> None:
-    # A reader must never see half of it.
-    draft = path.with_suffix(".draft")
-    # The text may have file names that the stub's Python could not decode.
-    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-    draft.replace(path)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None

@@ -189,6 +189,7 @@ class ResponseStream(RequestStream):
     Args:
         interval: number of outputs in one response; the first response has one, and the last may
             have fewer. None: there is only one response, at the end.
+        on_end: called with the last output, after the last response.
     """
 
     def __init__(
@@ -197,8 +198,10 @@ class ResponseStream(RequestStream):
         emitter: Emitter,
         encoder: ResponseEncoder,
         interval: int | None,
+        on_end: Callable[[JobOutput], None] | None = None,
     ) -> None:
         super().__init__(channel, emitter)
+        self._on_end = on_end
         self._pending: deque[JobOutput] = deque()
         self._encoder = encoder
         self._is_whole = interval is None
@@ -228,6 +231,7 @@ class ResponseStream(RequestStream):
         if self._is_whole and not self._ended:
             return
         outputs: list[JobOutput] = []
+        output: JobOutput | None = None
         while self._pending and self._error is None:
             output = self._pending.popleft()
             self._error = self._error_of(output)
@@ -238,6 +242,8 @@ class ResponseStream(RequestStream):
             self._channel.send(self._emitter.tensors.make(self._encoder.encode(outputs)), ends=ends)
         if self._error is not None:
             self._channel.fail_if_may(self._error)
+        if self._on_end is not None and output is not None and output.finish_reason is not None:
+            self._on_end(output)
 
     def poll(self) -> None:
         if self._error is not None:

@@ -7,8 +7,14 @@ from array import array
 from collections import deque
 
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
-from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.link import NO_LINK, Link
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    DiskCopy,
+    Step,
+    StepResult,
+)
 from fastserve_backend.system.clock import VirtualClock
 
 
@@ -17,7 +23,11 @@ class SimulatedExecutor:
 
     Pipeline stages work as in FastServe §4.3: a batch is in one stage at a time, in each for an
     equal share of its iteration, and enters a stage when the batch before has left it. All stages
-    copy their parts of a block at the same time. One copy runs in each direction.
+    copy their parts of a block at the same time. One copy runs in each direction of a link.
+
+    Args:
+        link: between device and host.
+        disk: between host and disk.
     """
 
     can_submit_ahead = False
@@ -25,15 +35,17 @@ class SimulatedExecutor:
     wake_s: float = math.inf
     """Time of the next arrival. ``collect`` returns then, if the first stage is free."""
 
-    def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link) -> None:
+    def __init__(
+        self, model: LatencyModel, clock: VirtualClock, link: Link, disk: Link = NO_LINK
+    ) -> None:
         self._model = model
         self._clock = clock
-        self._link = link
+        self._link, self._disk = link, disk
         self._stage_free_s = [-math.inf] * model.num_stages
         self._unfinished: deque[tuple[float, StepResult]] = deque()  # (end of the step, result)
-        # By direction: (end of the copy, result), the first to end first.
-        self._copies: dict[bool, deque[tuple[float, CopyResult]]] = {
-            is_out: deque() for is_out in (True, False)
+        # By link and direction: (end of the copy, result), the first to end first.
+        self._copies: dict[tuple[bool, bool], deque[tuple[float, CopyResult]]] = {
+            (is_disk, is_out): deque() for is_disk in (True, False) for is_out in (True, False)
         }
 
     @property
@@ -57,10 +69,12 @@ class SimulatedExecutor:
         result = StepResult(step.step_id, bytes(4 * load.num_sampled), total_s, b"", [], waited_s)
         self._unfinished.append((end_s, result))
 
-    def copy(self, blocks: CopyBlocks) -> None:
-        copies = self._copies[blocks.is_out]
-        each_s = self._link.block_out_s if blocks.is_out else self._link.block_in_s
-        seconds = each_s * len(array("i", blocks.device_blocks))
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
+        is_disk = isinstance(blocks, DiskCopy)
+        is_out = blocks.is_write if isinstance(blocks, DiskCopy) else blocks.is_out
+        copies, link = self._copies[is_disk, is_out], self._disk if is_disk else self._link
+        each_s = link.block_out_s if is_out else link.block_in_s
+        seconds = each_s * len(array("i", blocks.host_blocks))
         now = self._clock.now()
         begin_s = max(now, copies[-1][0]) if copies else now
         copies.append((begin_s + seconds, CopyResult(blocks.transfer_id, seconds, None)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from fastserve_kernels import ops
@@ -15,13 +16,14 @@ from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Ready, Setup
+from fastserve_backend.worker.disk_store import DiskStore, open_disk
 from fastserve_backend.worker.groups import (
     choose_device,
     join_process_group,
     make_tensor_group,
     wait_for_all,
 )
-from fastserve_backend.worker.host_limits import check_swap_space, check_weights_fit, num_cores
+from fastserve_backend.worker.host_limits import check_swap_space, check_weights_fit, num_threads
 from fastserve_backend.worker.host_store import HostStore, make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.model_runner import ModelRunner
@@ -30,8 +32,17 @@ from fastserve_backend.worker.step_memory import step_bytes
 from fastserve_backend.worker.swap_engine import measure_link
 
 
-def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, HostStore, Ready]:
-    """Everything that the rank needs to serve, and what it tells the engine about itself.
+class BuiltRank(NamedTuple):
+    """Everything that the rank needs to serve, and what it tells the engine about itself."""
+
+    runner: ModelRunner
+    store: HostStore
+    disk: DiskStore | None
+    ready: Ready
+
+
+def build_rank(setup: Setup, rendezvous: Path | None) -> BuiltRank:
+    """
 
     Every rank must call this: they meet on the way.
 
@@ -46,7 +57,7 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
     device = choose_device(setup.device)
     num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if device.type == "cpu":
-        torch.set_num_threads(max(1, num_cores() // num_local_ranks))
+        torch.set_num_threads(num_threads(setup.host_share, num_local_ranks))
     meeting = join_process_group(device, rendezvous, setup.start_id)
     place = RankPlace.of(
         int(os.environ["RANK"]), setup.tensor_parallel_size, setup.pipeline_parallel_size
@@ -90,10 +101,11 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
         num_local_ranks,
         bytes_of_steps,
         setup.max_num_batched_tokens,
+        setup.host_share,
     )
     try:
         runner = ModelRunner(model, config, kv, device, limits, place, tensor)
-        check_swap_space(setup.swap_space_gib, device, num_local_ranks)
+        check_swap_space(setup.swap_space_gib, device, num_local_ranks, setup.host_share)
         wait_for_all(meeting, "swap space checked")
         store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype)
     except torch.OutOfMemoryError:
@@ -102,6 +114,7 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
             "leaves too little beside weights, steps and KV; lower it"
         ) from None
     block_out_s, block_in_s = measure_link(store, len(kv), setup.block_size, device)
+    disk = open_disk(setup.disk_swap_dir, setup.disk_swap_gib, store)
     ready = Ready(
         num_blocks=len(kv),
         num_host_blocks=len(store),
@@ -110,8 +123,12 @@ def build_rank(setup: Setup, rendezvous: Path | None) -> tuple[ModelRunner, Host
         block_in_s=block_in_s,
         hardware=_hardware(device),
         dtype=config.dtype,
+        num_disk_blocks=0 if disk.store is None else len(disk.store),
+        disk_write_s=disk.link.block_out_s,
+        disk_read_s=disk.link.block_in_s,
+        disk_error=disk.error,
     )
-    return runner, store, ready
+    return BuiltRank(runner, store, disk.store, ready)
 
 
 def _check_number_of_ranks(setup: Setup) -> None:

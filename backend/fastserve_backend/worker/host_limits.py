@@ -22,6 +22,10 @@ from fastserve_backend.models.loader import torch_dtype
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+# A third of three cores is one core, whatever the last bit of a float says.
+_ROUNDING = 1e-6
+
+
 def num_cores(quota_file: Path = _CGROUP / "cpu.max") -> int:
     """The cores that this process may use, or fewer if its container may use less CPU time. More
     threads than that would take time from each other while they wait."""
@@ -33,6 +37,11 @@ def num_cores(quota_file: Path = _CGROUP / "cpu.max") -> int:
     if quota_us == "max":
         return allowed
     return min(allowed, math.ceil(int(quota_us) / int(period_us)))
+
+
+def num_threads(host_share: float, num_local_ranks: int) -> int:
+    """Threads of each rank of a model that has a share of the cores."""
+    return max(1, int(num_cores() * host_share / num_local_ranks + _ROUNDING))
 
 
 @dataclass(frozen=True)
@@ -88,14 +97,17 @@ def check_weights_fit(config: ModelConfig, num_ranks: int, num_local_ranks: int)
         )
 
 
-def check_swap_space(swap_space_gib: float, device: torch.device, num_local_ranks: int) -> None:
+def check_swap_space(
+    swap_space_gib: float, device: torch.device, num_local_ranks: int, host_share: float = 1.0
+) -> None:
     """
     Raises:
         ConfigError: the host has less than ``swap_space_gib`` GiB for each of its ranks.
     """
     memory = host_memory()
     # Pinned memory is taken at once, other memory as it is used.
-    limit = (memory.available if device.type == "cuda" else memory.total) // num_local_ranks
+    shared = memory.available if device.type == "cuda" else int(memory.total * host_share)
+    limit = shared // num_local_ranks
     if swap_space_gib * 2**30 > limit:
         raise ConfigError(
             f"kv_cache.swap_space_gib: got {swap_space_gib:g}; the host or its container has "

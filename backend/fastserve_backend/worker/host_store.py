@@ -31,14 +31,16 @@ class HostStore(ABC):
     copy; the caller waits for the stream.
     """
 
-    def __init__(self, num_device_blocks: int, num_blocks: int, block_bytes: int) -> None:
-        self.num_device_blocks = num_device_blocks
+    def __init__(self, kv: Tensor, num_blocks: int, block_bytes: int) -> None:
+        self.num_device_blocks = len(kv)
         self.block_bytes = block_bytes
-        self._num_blocks = num_blocks
+        memory = _host_memory(num_blocks * block_bytes, kv.device)
+        self.blocks = memory.view(num_blocks, block_bytes)
+        """uint8 ``[num_blocks, block_bytes]``."""
 
     def __len__(self) -> int:
         """Number of blocks."""
-        return self._num_blocks
+        return len(self.blocks)
 
     @abstractmethod
     def copy_out(
@@ -60,12 +62,10 @@ class PlainStore(HostStore):
     """Keeps blocks byte for byte as they are on the device."""
 
     def __init__(self, kv: Tensor, num_blocks: int) -> None:
-        super().__init__(len(kv), num_blocks, kv[0].numel() * kv.element_size())
+        super().__init__(kv, num_blocks, kv[0].numel() * kv.element_size())
         self._kv = kv.view(len(kv), -1).view(torch.uint8)
-        memory = _host_memory(num_blocks * self.block_bytes, kv.device)
-        self._blocks = memory.view(num_blocks, self.block_bytes)
         # NumPy's copies are plain memcpy; torch's would start threads of their own.
-        self._on_cpu = (self._kv.numpy(), self._blocks.numpy()) if kv.device.type == "cpu" else None
+        self._on_cpu = (self._kv.numpy(), self.blocks.numpy()) if kv.device.type == "cpu" else None
 
     def copy_out(
         self,
@@ -78,14 +78,14 @@ class PlainStore(HostStore):
             if self._on_cpu is not None:
                 self._on_cpu[1][host] = self._on_cpu[0][device]
             else:
-                self._blocks[host].copy_(self._kv[device], non_blocking=True)
+                self.blocks[host].copy_(self._kv[device], non_blocking=True)
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         for device, host in neighbour_runs(device_blocks, host_blocks):
             if self._on_cpu is not None:
                 self._on_cpu[0][device] = self._on_cpu[1][host]
             else:
-                self._kv[device].copy_(self._blocks[host], non_blocking=True)
+                self._kv[device].copy_(self.blocks[host], non_blocking=True)
 
 
 class Int8Store(HostStore):
@@ -93,12 +93,9 @@ class Int8Store(HostStore):
     on the CPU."""
 
     def __init__(self, kv: Tensor, num_blocks: int) -> None:
-        code_bytes = kv[0].numel()
-        super().__init__(len(kv), num_blocks, code_bytes + _parameter_bytes(kv))
+        super().__init__(kv, num_blocks, kv[0].numel() + _parameter_bytes(kv))
         self._kv = kv
-        memory = _host_memory(num_blocks * self.block_bytes, kv.device)
-        self._blocks = memory.view(num_blocks, self.block_bytes)
-        self._codes, self._parameters = _int8_parts(self._blocks, kv)
+        self._codes, self._parameters = _int8_parts(self.blocks, kv)
 
     def copy_out(
         self,
@@ -174,14 +171,14 @@ class StagedInt8Store(Int8Store):
                 out=_int8_parts(staging[: part.stop - part.start], self._kv),
             )
             for staged, host in neighbour_runs(range(part.stop - part.start), host_blocks[part]):
-                self._blocks[host].copy_(staging[staged], non_blocking=True)
+                self.blocks[host].copy_(staging[staged], non_blocking=True)
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         staging = self._staging[1]
         block_ids = self._bring(1, device_blocks)
         for part in _parts(len(device_blocks), self._at_once):
             for staged, host in neighbour_runs(range(part.stop - part.start), host_blocks[part]):
-                staging[staged].copy_(self._blocks[host], non_blocking=True)
+                staging[staged].copy_(self.blocks[host], non_blocking=True)
             codes, parameters = _int8_parts(staging[: part.stop - part.start], self._kv)
             self._kernels.dequantize_blocks(codes, parameters, self._kv, block_ids[part])
 

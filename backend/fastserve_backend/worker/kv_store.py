@@ -18,6 +18,8 @@ from fastserve_backend.worker.host_limits import host_memory
 # operator it takes a part of the free memory, but no more than a workload on a CPU can use.
 CPU_SHARE_OF_FREE_MEMORY = 0.25
 CPU_MAX_BYTES = 4 * 2**30
+# What a process takes of a GPU without torch's knowledge: the context, kernels, NCCL's buffers.
+_GPU_BYTES_BESIDE_TORCH = 2**30
 _WAYS_TO_MORE = {
     "cuda": "raise kv_cache.device_memory_utilization",
     "cpu": "set kv_cache.device_blocks",
@@ -33,6 +35,7 @@ def allocate_kv(
     num_local_ranks: int = 1,
     step_bytes: int = 0,
     step_tokens: int = 1,
+    host_share: float = 1.0,
 ) -> Tensor:
     """The cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised. An
     INT8 cache is as `fastserve_kernels.int8_cache` describes.
@@ -46,12 +49,14 @@ def allocate_kv(
         num_blocks: None: as many as fit.
         step_bytes: what steps take on a GPU beside the cache (`step_memory.step_bytes`).
         step_tokens: most tokens of a step.
+        host_share: below 1, other models have the rest of the host's free memory, and memory of the
+            GPU that this process has not taken.
 
     Raises:
         ConfigError: the memory does not hold ``num_blocks``, or not one job of ``max_model_len``.
     """
     bytes_per_block = config.kv_bytes_per_block(block_size)
-    memory = _available_bytes(device, device_memory_utilization, num_local_ranks)
+    memory = _available_bytes(device, device_memory_utilization, num_local_ranks, host_share)
     available = max(0, memory - step_bytes)
     if num_blocks is None:
         num_blocks = available // bytes_per_block
@@ -84,12 +89,17 @@ def _beside(step_bytes: int) -> str:
     return f" beside the {step_bytes / 2**30:.2f} GiB that a step takes" if step_bytes else ""
 
 
-def _available_bytes(device: torch.device, utilization: float, num_local_ranks: int) -> int:
+def _available_bytes(
+    device: torch.device, utilization: float, num_local_ranks: int, host_share: float
+) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(total * utilization) - (total - free)
+        used = total - free
+        if host_share < 1.0:  # other models use this GPU, too
+            used = min(used, torch.cuda.memory_reserved(device) + _GPU_BYTES_BESIDE_TORCH)
+        return min(int(total * utilization) - used, free)
     share = int(host_memory().available * CPU_SHARE_OF_FREE_MEMORY)
-    return min(CPU_MAX_BYTES, share) // num_local_ranks
+    return int(min(CPU_MAX_BYTES, share) * host_share) // num_local_ranks
 
 
 def copy_within(kv: Tensor, from_blocks: Sequence[int], to_blocks: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ import torch
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
+    DiskCopy,
     Failed,
     Heartbeat,
     Hello,
@@ -24,6 +25,7 @@ from fastserve_backend.rank_protocol.messages import (
     Stop,
 )
 from fastserve_backend.worker.build_rank import build_rank
+from fastserve_backend.worker.disk_engine import DiskEngine
 from fastserve_backend.worker.engine_link import EngineLink, Send, send_function
 from fastserve_backend.worker.model_runner import LaunchedStep
 from fastserve_backend.worker.swap_engine import SwapEngine
@@ -51,15 +53,22 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
     try:
         setup = link.receive()
         assert isinstance(setup, Setup)
-        runner, store, ready = build_rank(setup, rendezvous)
+        runner, store, disk, ready = build_rank(setup, rendezvous)
         swaps = SwapEngine(
             store,
             runner.device,
             send_out=link.open_sender("swap-out"),
             send_in=link.open_sender("swap-in"),
         )
+        disk_copies = None
+        if disk is not None:
+            disk_copies = DiskEngine(
+                disk,
+                send_written=link.open_sender("disk-write"),
+                send_read=link.open_sender("disk-read"),
+            )
         send(ready)
-        steps = _steps(link, swaps)
+        steps = _steps(link, swaps, disk_copies)
         if runner.has_earlier_stage:
             # Copies must start while this thread waits for activations. So another thread reads
             # the main socket, and this one sends through a socket of its own.
@@ -89,11 +98,14 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
         return 1
 
 
-def _steps(link: EngineLink, swaps: SwapEngine) -> Iterator[Step]:
+def _steps(link: EngineLink, swaps: SwapEngine, disk: DiskEngine | None) -> Iterator[Step]:
     """The engine's steps until it says stop. Copies of blocks start as their messages arrive."""
     while not isinstance(message := link.receive(), Stop):
         if isinstance(message, CopyBlocks):
             swaps.start_copy(message)
+        elif isinstance(message, DiskCopy):
+            assert disk is not None
+            disk.start_copy(message)
         else:
             assert isinstance(message, Step)
             yield message

@@ -1,0 +1,199 @@
+"""Several models in one server, beside Triton models of the operator, loaded and unloaded at will.
+
+The tests share a server, which the last one breaks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.repository import ENGINE_FILE
+from fastserve_client import FastServeClient
+from fastserve_client.errors import ClientError
+from fastserve_client.protocol import MODEL_NAME
+from fastserve_client.terminal import generate_to_terminal
+from model_control import ModelControl, Reading, load_and_unload
+from serving_client import metric, post, server_sent_events
+from tiny_model import START_TIMEOUT_S
+from waiting import wait_for
+
+# With all that names may have.
+OTHER = "tiny-2.b_C"
+MODELS = (MODEL_NAME, OTHER)
+PIPELINES = Path(__file__).parents[2] / "examples" / "pipelines"
+# A restart, on a busy machine.
+RESTART_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    running = TritonServer(
+        dict.fromkeys(MODELS, tiny_config.with_keys(swap_space_gib=0.01)),
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        log_path=tmp_path_factory.mktemp("several") / "server.log",
+        model_repository=PIPELINES,
+        model_control=True,
+    )
+    running.start(START_TIMEOUT_S)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def control(server: TritonServer) -> ModelControl:
+    return ModelControl(server)
+
+
+def ask(server: TritonServer, model: str, **body: Any) -> httpx2.Response:
+    url = server.endpoints.http_url
+    return post(url, f"/v2/models/{model}/generate", {"text_input": "Hello", **body})
+
+
+def answers(server: TritonServer, model: str) -> bool:
+    try:
+        return ask(server, model, max_tokens=1).status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model_answers(model: str, server: TritonServer) -> None:
+    grpc_url, out, err = f"grpc://{server.endpoints.grpc_url}", io.StringIO(), io.StringIO()
+    options = {"max_tokens": 3, "ignore_eos": True}
+    code = generate_to_terminal("Hello", url=grpc_url, model=model, out=out, err=err, **options)
+    assert code == 0, err.getvalue()
+    assert "3 tokens" in err.getvalue()
+    url = server.endpoints.metrics_url
+    wait_for(lambda: metric(url, "fastserve_generation_tokens_total", model=model) >= 3)
+
+
+def test_models_are_loaded_and_unloaded_with_the_key_only(server: TritonServer) -> None:
+    url = f"{server.endpoints.http_url}/v2/repository/models/{OTHER}/unload"
+    assert httpx2.post(url).status_code == 403
+    assert httpx2.post(url, headers={"fastserve-admin": "0" * 32}).status_code == 403
+    assert server.runtime.admin_key_file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_model_is_reloaded_with_another_configuration(
+    control: ModelControl, server: TritonServer
+) -> None:
+    file = server.runtime.repository / OTHER / ENGINE_FILE
+    changed = EngineConfig.from_yaml(file).with_keys(max_model_len=3000).to_yaml()
+
+    # A configuration that is refused leaves the loaded model alone.
+    file.write_text("scheduler: {quantum_ratio: 0}", encoding="utf-8")
+    refused = control.load(OTHER)
+    assert refused.status_code == 400
+    assert "scheduler.quantum_ratio: got 0" in refused.json()["error"]
+    assert answers(server, OTHER)
+
+    file.write_text(changed, encoding="utf-8")
+    assert control.load(OTHER).status_code == 200
+    assert "3000" in ask(server, OTHER, max_tokens=3500).json()["error"]
+    assert server.restarts == 0
+
+
+def test_requests_of_an_unloaded_model_end(control: ModelControl, server: TritonServer) -> None:
+    with FastServeClient(f"grpc://{server.endpoints.grpc_url}", model=OTHER) as client:
+        chunks = client.stream("a", max_tokens=2000, ignore_eos=True)
+        num_tokens = len(next(chunks).token_ids)
+        control.start_unload(OTHER)
+        wait_for(lambda: ask(server, OTHER, max_tokens=1).status_code == 404)
+        num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+    assert num_tokens == 2000
+    wait_for(lambda: control.state(OTHER) == "UNAVAILABLE")
+    assert server.restarts == 0
+
+
+def test_unloading_gives_everything_back(control: ModelControl, server: TritonServer) -> None:
+    first = load_and_unload(control, server, OTHER)
+    load_and_unload(control, server, OTHER)
+    wait_for(lambda: Reading.of(server).counts() == first.counts())
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "prompt", "output"),
+    [("ask", {"question": "why?"}, "answer"), ("first_line", {"text_input": "a"}, "text_output")],
+)
+def test_another_triton_model_calls_ours(
+    pipeline: str,
+    prompt: dict[str, str],
+    output: str,
+    control: ModelControl,
+    server: TritonServer,
+) -> None:
+    """An ensemble, and a Python model that calls it by BLS; both stream."""
+    loaded = control.load(pipeline)
+    assert loaded.status_code == 200, loaded.text
+
+    def events(**sampling: Any) -> list[dict[str, Any]]:
+        body = {**prompt, "sampling_parameters": json.dumps(sampling)}
+        if pipeline == "ask":
+            body["stream"] = True
+        url = f"{server.endpoints.http_url}/v2/models/{pipeline}/generate_stream"
+        with httpx2.stream("POST", url, json=body, timeout=60.0) as response:
+            return list(server_sent_events(response.iter_lines()))
+
+    texts = [event[output] for event in events(max_tokens=500, ignore_eos=True)]
+    assert "".join(texts)
+    if pipeline == "ask":
+        assert len(texts) > 1  # on a busy machine a response has many tokens
+    else:
+        assert "\n" not in "".join(texts)
+    (refused,) = events(max_tokens=-1)
+    assert "max_tokens: got -1" in refused["error"]
+    control.start_unload(pipeline)
+
+
+def test_a_dead_process_restarts_the_loaded_models(
+    control: ModelControl, server: TritonServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert control.load(OTHER).status_code == 200
+    errors: list[str] = []
+
+    def run(model: str) -> None:
+        with FastServeClient(f"grpc://{server.endpoints.grpc_url}", model=model) as client:
+            chunks = client.stream("a", max_tokens=2900, ignore_eos=True)
+            next(chunks)
+            is_running.release()
+            with pytest.raises(ClientError) as ended:
+                list(chunks)
+        errors.append(str(ended.value))
+
+    is_running = threading.Semaphore(0)
+    threads = [threading.Thread(target=run, args=(model,)) for model in MODELS]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert is_running.acquire(timeout=30.0)
+    pid = server.runtime.stub_pid(OTHER)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(30.0)
+    assert len(errors) == len(MODELS)
+    wait_for(lambda: server.restarts == 1, RESTART_TIMEOUT_S)
+    assert f"the process of {OTHER} ended; restarting the server" in caplog.text
+    assert all(answers(server, model) for model in MODELS)
+
+    # What was unloaded stays so.
+    control.unload(OTHER)
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(lambda: server.restarts == 2, RESTART_TIMEOUT_S)
+    assert answers(server, MODEL_NAME)
+    assert not answers(server, OTHER)

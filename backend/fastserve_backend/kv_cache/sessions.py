@@ -24,11 +24,11 @@ import numpy as np
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.session_history import SessionHistory, SessionKey
-from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer, TransferKind
 from fastserve_backend.metrics.counters import EngineCounters
 
 # Most seconds of one copy to the host, since jobs may need the link or the blocks next.

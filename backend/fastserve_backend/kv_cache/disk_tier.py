@@ -160,8 +160,8 @@ class DiskTier:
             self.num_unwritten -= unwritten.num_blocks
 
     def check_integrity(self, device: BlockPool) -> None:
-        """Raise AssertionError unless each slot is in exactly one place, the tables agree with what
-        is saved, unwritten and unfinished, and none of that is on the device."""
+        """Raise AssertionError unless each slot is in exactly one place, and the tables agree with
+        what is saved, unwritten and unfinished. None of that may be on the device."""
         self.slots.check_integrity()
         here = self._saved.keys() | self._unwritten.keys() | self._wanted.keys()
         assert not any(map(device.num_held, here)), "on the device and on the disk"

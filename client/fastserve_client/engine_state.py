@@ -92,6 +92,8 @@ class Totals:
     swap_out_bytes: int
     swap_in_bytes: int
     worker_restarts: int
+    reused_prompt_tokens: int = 0
+    """The part of ``prompt_tokens`` that was not computed, because its KV was there already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,12 @@ class EngineState:
     totals: Totals
     priorities: tuple[PriorityState, ...] = ()
     """Those that unfinished jobs have, lowest first."""
+    waiting_prompt_tokens: int = 0
+    """Tokens that jobs without a first token still have to compute. Prompts that never ran count
+    in full, also where their beginning is in the cache."""
+    prefill_tokens_per_s: float | None = None
+    """Prompt tokens that a second computes beside the jobs that decode now, by the latency
+    profile; None: the server does not tell."""
 
     @classmethod
     def from_json(cls, text: str) -> EngineState:

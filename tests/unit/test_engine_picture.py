@@ -11,12 +11,12 @@ from fastserve_backend.job import JobState, ServiceLevel
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_client.engine_state import MAX_LISTED_JOBS, EngineState, ListedJob
 from jobs import make_job
-from loop_driver import Rig
+from loop_driver import Rig, SimpleModel
 from policies import POLICIES, make_policy, one_job, skip_join
 
 
 def picture(rig: Rig) -> EngineState:
-    return take_picture(rig.clock.now(), "some", rig.loop, rig.counters)
+    return take_picture(rig.clock.now(), "some", rig.loop, rig.counters, SimpleModel())
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -58,6 +58,18 @@ def test_a_job_from_arrival_to_preemption() -> None:
     rig.run()
     assert before.jobs == (running, waiting)  # a picture does not change
     assert picture(rig).jobs == ()
+
+
+def test_what_a_new_prompt_would_wait_for() -> None:
+    rig = Rig(make_policy("fcfs", BatchLimits(2, 100, 16)))
+    for number in range(3):
+        rig.loop.jobs.add(make_job(number, 20, max_tokens=5))
+    assert picture(rig).waiting_prompt_tokens == 60
+    assert picture(rig).prefill_tokens_per_s == 1.0  # 16 tokens in 16 s
+    rig.run_cycle(2)  # the first prompt in chunks of 16 and 4, the second one with the latter
+    assert picture(rig).waiting_prompt_tokens == 28
+    rig.run()
+    assert picture(rig).waiting_prompt_tokens == 0
 
 
 def test_a_job_shows_what_its_request_wanted() -> None:

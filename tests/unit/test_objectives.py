@@ -15,7 +15,7 @@ from fastserve_backend.metrics.objectives import attainment, lateness_s
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_client.engine_state import PriorityState
 from jobs import make_job
-from loop_driver import Rig
+from loop_driver import Rig, SimpleModel
 from policies import make_policy
 
 
@@ -106,7 +106,7 @@ def test_jobs_are_counted_by_priority_until_they_end() -> None:
     assert take_snapshot(rig.loop, 4).priority_jobs == {-7: 1, 0: 2, 2: 1}
     rig.run_cycle()
     rig.loop.jobs.cancel(3)
-    picture = take_picture(rig.clock.now(), "fcfs", rig.loop, rig.counters)
+    picture = take_picture(rig.clock.now(), "fcfs", rig.loop, rig.counters, SimpleModel())
     assert picture.priorities == (PriorityState(-7, 1), PriorityState(0, 2))
     rig.run()
     assert take_snapshot(rig.loop, 0).priority_jobs == {}

@@ -367,7 +367,8 @@ class Engine:
         if self._watches.due_in_s(now) > 0:
             return
         policy = self.config.scheduler.policy
-        self._watches.show(now, take_picture(now, policy, self._loop, self.counters))
+        state = take_picture(now, policy, self._loop, self.counters, self.profile)
+        self._watches.show(now, state)
 
     def _fail(self, reason: str) -> None:
         """Refuse new jobs from now on and end all that are left with ERROR."""

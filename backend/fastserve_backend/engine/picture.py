@@ -21,13 +21,18 @@ from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.kv_cache.transfers import TransferKind
 from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.metrics.objectives import lateness_s
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.scheduler.base import Policy
 
 _RUNNING = JobState.RUNNING
 
 
 def take_picture(
-    now: float, policy_name: str, loop: StepLoop, counters: EngineCounters
+    now: float,
+    policy_name: str,
+    loop: StepLoop,
+    counters: EngineCounters,
+    latency: LatencyModel,
 ) -> EngineState:
     """The engine between two cycles; only for the thread that runs them. Immutable.
 
@@ -62,11 +67,16 @@ def take_picture(
             swap_out_bytes=counters.swap_out_bytes,
             swap_in_bytes=counters.swap_in_bytes,
             worker_restarts=counters.worker_restarts,
+            reused_prompt_tokens=counters.prefix_cached_tokens + counters.session_hit_tokens,
         ),
         priorities=tuple(
             PriorityState(priority, number)
             for priority, number in sorted(loop.jobs.count_by_priority().items())
         ),
+        waiting_prompt_tokens=sum(
+            job.num_uncomputed for job in loop.jobs if job.first_token_s is None
+        ),
+        prefill_tokens_per_s=_prefill_tokens_per_s(running, policy, latency),
     )
 
 
@@ -97,6 +107,13 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         held_host_blocks=held.idle_host,
         held_disk_blocks=kv.tiers.disk.slots.num_used,
     )
+
+
+def _prefill_tokens_per_s(running: list[Job], policy: Policy, latency: LatencyModel) -> float:
+    """The speed of the largest chunks, each beside the decodes of the latest iteration."""
+    chunk = policy.limits.job_tokens
+    decodes = [(job.num_tokens - 1, 1, True) for job in running if job.first_token_s is not None]
+    return chunk / latency.iteration_s(IterationLoad.of([*decodes, (0, chunk, True)]))
 
 
 def _levels(policy: Policy) -> tuple[LevelState, ...]:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 
+# A job is sent to no more servers. It may be what kills them; and where all are full, each of them
+# would have to refuse it.
 _MAX_TRIES = 4
-"""Servers that one job is sent to at most: a job may be what kills them, and where all are full,
-each of them would have to refuse it."""
-_ORDER = (Health.UP, Health.UNKNOWN, Health.SILENT, Health.DOWN)
-"""In which servers are asked what any of them can answer."""
+# In this order servers are asked what any of them can answer.
+_ASK_ORDER = (Health.UP, Health.UNKNOWN, Health.SILENT, Health.DOWN)
 
 
 class Fleet:
@@ -106,7 +106,7 @@ class Fleet:
                 answer = await attempt.client.generate(
                     prompt, request_id=request_id, trace_context=trace_context, **options
                 )
-                self._router.on_first_token(attempt.choice, time.monotonic())
+                self._router.on_first_token(attempt.choice)
                 return answer
 
     async def describe(self, *, timeout_s: float) -> ModelDescription:
@@ -184,7 +184,7 @@ class Fleet:
                 raise
             refusals[choice.server] = error.with_traceback(None)  # which refers to the prompt
         finally:
-            self._router.on_end(choice, time.monotonic())
+            self._router.on_end(choice)
 
     def _choose(self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]) -> Choice:
         tried = refusals.keys()
@@ -202,7 +202,7 @@ class Fleet:
     async def _ask(self, ask: Callable[[AsyncFastServeClient], Awaitable[ResultT]]) -> ResultT:
         """The answer of any server to what is no job."""
         servers = random.sample(self._servers, len(self._servers))
-        servers.sort(key=lambda server: _ORDER.index(server.health))
+        servers.sort(key=lambda server: _ASK_ORDER.index(server.health))
         *others, last = servers[:_MAX_TRIES]
         for server in others:
             try:
@@ -213,7 +213,7 @@ class Fleet:
 
     def _on_first_token(self, attempt: _Attempt) -> None:
         now_s, choice = time.monotonic(), attempt.choice
-        self._router.on_first_token(choice, now_s)
+        self._router.on_first_token(choice)
         labels = self._model, self._servers[choice.server].name
         self._metrics.first_token_s.labels(*labels).observe(now_s - attempt.sent_s)
         if self._chooses:
@@ -226,11 +226,13 @@ class Fleet:
         server = self._servers[at]
         is_up = server.health is Health.UP
         self._metrics.up.labels(self._model, server.name).set(is_up)
-        (self._silent.add if server.health is Health.SILENT else self._silent.discard)(at)
-        if is_up:
-            self._router.on_up(at, time.monotonic())
+        self._silent.discard(at)
+        if server.health is Health.SILENT:
+            self._silent.add(at)
+        elif is_up:
+            self._router.on_up(at)
         elif server.health is Health.DOWN:
-            self._router.on_down(at, time.monotonic())
+            self._router.on_down(at)
 
 
 @dataclass(slots=True)

@@ -73,6 +73,10 @@ class WatchedServer:
                 self._note(Health.UP, str(error))
             except ClientError as error:
                 self._note(Health.DOWN, str(error))
+            except Exception as error:  # a bug: without this the server would stay as it is
+                if self.health is not Health.DOWN:
+                    logger.exception("watching %s failed", self.name)
+                self._note(Health.DOWN, repr(error))
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 

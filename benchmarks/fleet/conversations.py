@@ -46,8 +46,16 @@ class Conversation:
     parts: list[array[int]]
     """The tokens of all messages, first the system prompt."""
     num_begun: int = 0
-    """Turns that have begun, or were before the simulation."""
+    """Turns that have begun, also those before the simulation."""
     prompt: array[int] = field(default_factory=lambda: array("i"))
+    num_skipped: int = 0
+    """Turns before the simulation."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the present turn is the first one after turns before the simulation, whose KV no
+        server can have."""
+        return self.num_skipped > 0 and self.num_begun == self.num_skipped + 1
 
     def begin_turn(self, number: int, arrival_s: float) -> Job:
         turn = self.turns[self.num_begun]
@@ -84,7 +92,7 @@ class Conversation:
         for turn in self.turns[:count]:
             self.parts.append(self._own_tokens(turn.question_tokens))
             self.parts.append(array("i", bytes(4 * turn.answer_tokens)))
-        self.num_begun = count
+        self.num_begun = self.num_skipped = count
 
     def _own_tokens(self, count: int) -> array[int]:
         """Tokens that no other conversation has."""

@@ -33,7 +33,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of the jobs that arrived after the warm-up."""
+    """Of the jobs that arrived after the warm-up, without those that resume a chat from before."""
 
     ttft_s: list[float] = field(default_factory=list)
     expected_s: list[float] = field(default_factory=list)
@@ -139,7 +139,7 @@ class FleetSimulation:
     def _on_end(self, sent: Sent) -> None:
         self._routers[sent.gateway].on_end(sent.choice)
         job, outcome = sent.job, self.outcome
-        if job.arrival_s >= self._warm_up_s:
+        if job.arrival_s >= self._warm_up_s and not sent.conversation.is_resumed:
             assert sent.first_token_s is not None
             outcome.num_ended += 1
             outcome.ttft_s.append(sent.first_token_s - job.arrival_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fastserve_backend.job import Job
-from fastserve_gateway.routing.request import Choice
+from fastserve_gateway.routing.request import ServerChoice
 from fastserve_gateway.routing.server_load import ServerLoad
 
 from benchmarks.fleet.conversations import Conversation
@@ -27,7 +27,7 @@ class Sent:
     job: Job
     conversation: Conversation
     gateway: int
-    choice: Choice
+    choice: ServerChoice
     first_token_s: float | None = None
 
 

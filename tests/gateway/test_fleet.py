@@ -20,7 +20,7 @@ from fastserve_client.errors import (
 from fastserve_client.results import Chunk, Completion
 from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
-from fastserve_gateway.fleet.watched_server import Health, WatchedServer
+from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
 from prometheus_client import CollectorRegistry
 
 CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
@@ -153,5 +153,5 @@ async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None
     async with asyncio.timeout(30.0):
         while client.num_tries < 2:
             await asyncio.sleep(0.01)
-    assert server.health is Health.DOWN
+    assert server.health is ServerHealth.DOWN
     await cancel_all((task,))

@@ -10,7 +10,7 @@ import pytest
 from fastserve_gateway.routing.prefix_memory import PrefixMemory
 from fastserve_gateway.routing.prefixes import CHUNK_BYTES, prompt_prefixes
 from fastserve_gateway.routing.rendezvous import Rendezvous, stable_hash
-from fastserve_gateway.routing.request import Choice, RoutedRequest
+from fastserve_gateway.routing.request import RoutedRequest, ServerChoice
 from fastserve_gateway.routing.router import Router
 from fastserve_gateway.routing.server_load import ServerLoad
 from hypothesis import given, settings
@@ -35,13 +35,13 @@ def request(*parts: bytes, **fields: Any) -> RoutedRequest:
     return RoutedRequest(sum(map(len, parts)) // 4, prompt_prefixes(parts), **fields)
 
 
-def chosen(router: Router, request: RoutedRequest, now_s: float = 0.0, **keys: Any) -> Choice:
+def chosen(router: Router, request: RoutedRequest, now_s: float = 0.0, **keys: Any) -> ServerChoice:
     choice = router.choose(request, now_s, **keys)
     assert choice is not None
     return choice
 
 
-def finish(router: Router, choice: Choice) -> None:
+def finish(router: Router, choice: ServerChoice) -> None:
     router.on_first_token(choice)
     router.on_end(choice)
 

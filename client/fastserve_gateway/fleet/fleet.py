@@ -19,8 +19,8 @@ from fastserve_client.results import Chunk, Completion, Tokenization
 
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
 from fastserve_gateway.fleet.routed_request import routed_request
-from fastserve_gateway.fleet.watched_server import Health, WatchedServer
-from fastserve_gateway.routing.request import Choice, RoutedRequest
+from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
+from fastserve_gateway.routing.request import RoutedRequest, ServerChoice
 from fastserve_gateway.routing.router import Router
 from fastserve_gateway.routing.server_load import ServerLoad
 
@@ -36,7 +36,7 @@ ResultT = TypeVar("ResultT")
 # would have to refuse it.
 _MAX_TRIES = 4
 # In this order servers are asked what any of them can answer.
-_ASK_ORDER = (Health.UP, Health.UNKNOWN, Health.SILENT, Health.DOWN)
+_ASK_ORDER = (ServerHealth.UP, ServerHealth.UNKNOWN, ServerHealth.SILENT, ServerHealth.DOWN)
 
 
 class Fleet:
@@ -57,8 +57,10 @@ class Fleet:
         self._metrics = metrics
         self._router = Router(list(clients))
         self._servers = [
-            WatchedServer(url, client, partial(self._on_load, at), partial(self._on_health, at))
-            for at, (url, client) in enumerate(clients.items())
+            WatchedServer(
+                url, client, partial(self._on_load, number), partial(self._on_health, number)
+            )
+            for number, (url, client) in enumerate(clients.items())
         ]
         self._silent: set[int] = set()
         self._followers: list[asyncio.Task[None]] = []
@@ -139,7 +141,9 @@ class Fleet:
         """Whether at least one server has the model and answers."""
         if not self._chooses:
             return await self._servers[0].client.is_ready()
-        return any(server.health in (Health.UP, Health.SILENT) for server in self._servers)
+        return any(
+            server.health in (ServerHealth.UP, ServerHealth.SILENT) for server in self._servers
+        )
 
     async def close(self) -> None:
         """Ends running jobs with an error."""
@@ -186,7 +190,9 @@ class Fleet:
         finally:
             self._router.on_end(choice)
 
-    def _choose(self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]) -> Choice:
+    def _choose(
+        self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]
+    ) -> ServerChoice:
         tried = refusals.keys()
         if len(tried) < _MAX_TRIES:
             for excluded in (tried | self._silent, tried):
@@ -219,20 +225,20 @@ class Fleet:
         if self._chooses:
             self._metrics.expected_s.labels(*labels).observe(choice.delay_s)
 
-    def _on_load(self, server: int, load: ServerLoad) -> None:
-        self._router.on_load(server, load, time.monotonic())
+    def _on_load(self, number: int, load: ServerLoad) -> None:
+        self._router.on_load(number, load, time.monotonic())
 
-    def _on_health(self, at: int) -> None:
-        server = self._servers[at]
-        is_up = server.health is Health.UP
+    def _on_health(self, number: int) -> None:
+        server = self._servers[number]
+        is_up = server.health is ServerHealth.UP
         self._metrics.up.labels(self._model, server.name).set(is_up)
-        self._silent.discard(at)
-        if server.health is Health.SILENT:
-            self._silent.add(at)
+        self._silent.discard(number)
+        if server.health is ServerHealth.SILENT:
+            self._silent.add(number)
         elif is_up:
-            self._router.on_up(at)
-        elif server.health is Health.DOWN:
-            self._router.on_down(at)
+            self._router.on_up(number)
+        elif server.health is ServerHealth.DOWN:
+            self._router.on_down(number)
 
 
 @dataclass(slots=True)
@@ -240,7 +246,7 @@ class _Attempt:
     """One job at one server."""
 
     client: AsyncFastServeClient
-    choice: Choice
+    choice: ServerChoice
     sent_s: float
     has_begun: bool = False
     """Whether its client has got a token."""

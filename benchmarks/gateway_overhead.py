@@ -95,9 +95,10 @@ async def measure(
     return rates
 
 
-def start_gateway(grpc_url: str) -> tuple[subprocess.Popen[str], str]:
+def start_gateway(*grpc_urls: str) -> tuple[subprocess.Popen[str], str]:
+    servers = [flag for url in grpc_urls for flag in ("--url", url)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "fastserve_backend", "gateway", "--port", "0", "--url", grpc_url],
+        [sys.executable, "-m", "fastserve_backend", "gateway", "--port", "0", *servers],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -31,7 +31,8 @@ class ServerUnavailable(ClientError):
 
 
 class ServerOverloaded(ServerUnavailable):
-    """The server's queue is full, or the request's tenant is at a limit of its own."""
+    """The server's queue is full, the request's tenant is at a limit of its own, or too many watch
+    the server."""
 
     @property
     def retry_after_s(self) -> float | None:
@@ -92,8 +93,13 @@ _INVALID = re.compile(
 )
 # The end of the message of a tenant's limit: "…; try again in 2.5 s".
 _RETRY_AFTER = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
-_OVERLOADED = re.compile(rf"\brequests are queued already\b|{_RETRY_AFTER.pattern}", re.IGNORECASE)
-_UNAVAILABLE = re.compile(r"\b(try again later|shutting down|draining|not ready)\b", re.IGNORECASE)
+_OVERLOADED = re.compile(
+    rf"\b(requests are queued|others watch) already\b|{_RETRY_AFTER.pattern}", re.IGNORECASE
+)
+# Triton itself says "not healthy" of a model whose process has died, until the server restarts.
+_UNAVAILABLE = re.compile(
+    r"\b(try again later|shutting down|draining|not ready|not healthy)\b", re.IGNORECASE
+)
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastserve_client.aio_client import AsyncFastServeClient
+from fastserve_client.endpoint import Endpoint
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -19,9 +21,10 @@ from fastserve_gateway.completions import CompletionAnswer
 from fastserve_gateway.errors import (
     MESSAGES_PATH,
     ApiError,
-    no_such_model,
     no_such_route,
 )
+from fastserve_gateway.fleet.fleet import Fleet
+from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
 from fastserve_gateway.held_bodies import HeldBodies, Take
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
@@ -36,6 +39,7 @@ from fastserve_gateway.response_store import ResponseStore
 from fastserve_gateway.responses_answer import ResponsesAnswer
 from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.served_models import ServedModel, find_model
 from fastserve_gateway.settings import GatewaySettings
 from fastserve_gateway.tokenization import (
     DetokenizeRequest,
@@ -60,18 +64,27 @@ _NO_TELEMETRY: TelemetryConfig = {
 
 
 def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastAPI:
-    """The ASGI application. Its client lives as long as its lifespan.
+    """The ASGI application. Its clients live as long as its lifespan.
 
     Args:
         tracer: for spans of requests; None: there are none.
     """
+    registry = CollectorRegistry()
+    fleet_metrics = FleetMetrics(registry)
+
+    async def serve_model(name: str, stack: AsyncExitStack) -> ServedModel:
+        clients = {
+            str(Endpoint.parse(url)): AsyncFastServeClient(url, model=name) for url in settings.urls
+        }
+        fleet = await stack.enter_async_context(Fleet(name, clients, fleet_metrics))
+        feeds = [LiveFeed(client) for client in clients.values()]
+        return ServedModel(fleet, DescribedFormats(fleet, settings.formats), feeds)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncFastServeClient(settings.url, model=settings.model) as client:
-            formats = DescribedFormats(client, settings.formats)
-            app.state.responder = Responder(settings, client, formats)
-            app.state.live_feed = LiveFeed(client)
+        async with AsyncExitStack() as stack:
+            models = {name: await serve_model(name, stack) for name in settings.models}
+            app.state.responder = Responder(settings, models)
             yield
 
     def responder() -> Responder:
@@ -89,7 +102,6 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     app = FastAPI(
         lifespan=lifespan, openapi_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
     )
-    registry = CollectorRegistry()
     app.add_middleware(RequestMetrics, registry=registry)
     if tracer is not None:
         app.add_middleware(RequestTraces, tracer=tracer)
@@ -104,7 +116,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: CompletionRequest) -> CompletionAnswer:
+        async def answer_to(body: CompletionRequest, model: ServedModel) -> CompletionAnswer:
             return CompletionAnswer(body)
 
         return await responder().respond(request, caller, take, CompletionRequest, answer_to)
@@ -113,8 +125,8 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def chat_completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: ChatRequest) -> ChatAnswer:
-            return ChatAnswer(body, await responder().formats.current())
+        async def answer_to(body: ChatRequest, model: ServedModel) -> ChatAnswer:
+            return ChatAnswer(body, await model.formats.current())
 
         return await responder().respond(request, caller, take, ChatRequest, answer_to)
 
@@ -124,9 +136,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def responses(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: ResponsesRequest) -> ResponsesAnswer:
+        async def answer_to(body: ResponsesRequest, model: ServedModel) -> ResponsesAnswer:
             chains = ResponseChains(store, caller.tenant)
-            return await chains.answer(body, responder().formats, take)
+            return await chains.answer(body, model.formats, take)
 
         return await responder().respond(request, caller, take, ResponsesRequest, answer_to)
 
@@ -143,70 +155,71 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def messages(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: MessagesRequest) -> MessagesAnswer:
-            return MessagesAnswer(body, await responder().formats.current())
+        async def answer_to(body: MessagesRequest, model: ServedModel) -> MessagesAnswer:
+            return MessagesAnswer(body, await model.formats.current())
 
         return await responder().respond(request, caller, take, MessagesRequest, answer_to)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens", dependencies=with_key)
     async def count_tokens(request: Request, take: Take = with_body) -> Response:
-        async def result_of(body: ConversationRequest) -> dict[str, Any]:
-            formats = await responder().formats.current()
-            tokens = await tokenize_chat(responder().client, formats, body.chat)
+        async def result_of(body: ConversationRequest, model: ServedModel) -> dict[str, Any]:
+            tokens = await tokenize_chat(model.fleet, await model.formats.current(), body.chat)
             return {"input_tokens": tokens.count}
 
         return await responder().do_task(request, take, ConversationRequest, result_of)
 
     @app.post("/tokenize", dependencies=with_key)
     async def tokenize(request: Request, take: Take = with_body) -> Response:
-        async def result_of(body: TokenizeRequest) -> dict[str, Any]:
-            return await tokenize_result(responder().client, responder().formats, body)
+        async def result_of(body: TokenizeRequest, model: ServedModel) -> dict[str, Any]:
+            return await tokenize_result(model.fleet, model.formats, body)
 
         return await responder().do_task(request, take, TokenizeRequest, result_of)
 
     @app.post("/detokenize", dependencies=with_key)
     async def detokenize(request: Request, take: Take = with_body) -> Response:
-        async def result_of(body: DetokenizeRequest) -> dict[str, Any]:
-            return await detokenize_result(responder().client, body)
+        async def result_of(body: DetokenizeRequest, model: ServedModel) -> dict[str, Any]:
+            return await detokenize_result(model.fleet, body)
 
         return await responder().do_task(request, take, DetokenizeRequest, result_of)
 
-    model = {"id": settings.model, "object": "model", "created": started, "owned_by": "fastserve"}
+    def shown(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "fastserve"}
 
     @app.get("/v1/models", dependencies=with_key)
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": list(map(shown, settings.models))})
 
     @app.get("/v1/models/{name:path}", dependencies=with_key)
     async def one_model(name: str) -> Response:
-        if name != settings.model:
-            raise no_such_model(settings.model)
-        return JSONResponse(model)
+        find_model(responder().models, name)
+        return JSONResponse(shown(name))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        if not await responder().client.is_ready():
-            raise ApiError(503, "the model server is not ready")
+        for model in responder().models.values():
+            if not await model.fleet.is_ready():
+                raise ApiError(503, "the model server is not ready")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", dependencies=with_key)
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    app.include_router(
-        live_routes(lambda: app.state.live_feed, lambda: responder().formats, require_key)
-    )
+    app.include_router(live_routes(lambda: responder().models, require_key))
     return app
 
 
 def end_live_view(app: FastAPI) -> None:
     """Ends events that never end by themselves, when the server takes no new requests."""
-    app.state.live_feed.close()
+    for model in app.state.responder.models.values():
+        for feed in model.feeds:
+            feed.close()
 
 
 async def end_answers(app: FastAPI) -> None:
     """Ends unfinished answers with an error, and cancels their jobs."""
-    await app.state.responder.client.close()
+    models = app.state.responder.models.values()
+    await asyncio.gather(*(model.fleet.close() for model in models))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from fastserve_gateway.errors import ApiError, from_validation, invalid, no_such_model
+from fastserve_gateway.errors import ApiError, from_validation, invalid
 from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.schemas import RequestBody
 from fastserve_gateway.strict_fields import Body
@@ -79,14 +79,8 @@ def parse_body(body: bytes | bytearray, schema: type[BodyT]) -> BodyT:
         raise ApiError(400, f"the body is no JSON: {error}") from None
 
 
-def check_fields(body: RequestBody, model: str, max_jobs: int) -> None:
-    """Checks the model's name and the number of answers.
-
-    Raises:
-        ApiError: another model (404), or too many answers (400).
-    """
-    if body.model != model:
-        raise no_such_model(model)
+def check_number_of_jobs(body: RequestBody, max_jobs: int) -> None:
+    """Raises ApiError: too many answers (400)."""
     if body.num_prompts * body.num_choices > max_jobs:
         raise invalid(
             "prompt" if body.num_prompts > 1 else "n",

@@ -55,10 +55,10 @@ def run_gateway(
         ListenError: the gateway cannot listen on this host or port.
         TracesError: the environment asks for traces that cannot be sent.
     """
-    endpoint = Endpoint.parse(settings.url)
-    if endpoint.uses_http:
-        # Check it now: the application connects only when clients can connect already.
-        AioHttpTransport(endpoint)
+    for endpoint in map(Endpoint.parse, settings.urls):
+        if endpoint.uses_http:
+            # Check it now: the application connects only when clients can connect already.
+            AioHttpTransport(endpoint)
     if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserve_client import protocol
@@ -116,11 +116,11 @@ def invalid(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param}: {reason}", param=param)
 
 
-def no_such_model(known: str) -> ApiError:
-    """The error for a model other than the ``known`` one."""
-    return ApiError(
-        404, f"model: no such model; there is {known!r}", param="model", code="model_not_found"
-    )
+def no_such_model(known: Sequence[str]) -> ApiError:
+    """The error for a model that is none of the ``known`` ones."""
+    names = ", ".join(map(repr, known))
+    there = f"there is {names}" if len(known) == 1 else f"there are {names}"
+    return ApiError(404, f"model: no such model; {there}", param="model", code="model_not_found")
 
 
 def no_such_route() -> ApiError:

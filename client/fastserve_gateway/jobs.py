@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import ClientError
 from fastserve_client.options import Prompt, RequestOptions
 from fastserve_client.results import Chunk, Completion
 
+from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.request_traces import trace_context
 
 # The server refuses a bad job within this time.
@@ -31,14 +32,12 @@ class CompletionJob:
     """If the whole answer is wanted, it is called with each chunk of it."""
 
 
-async def complete_all(
-    client: AsyncFastServeClient, jobs: Sequence[CompletionJob]
-) -> list[Completion]:
+async def complete_all(fleet: Fleet, jobs: Sequence[CompletionJob]) -> list[Completion]:
     """Runs all jobs. The first error cancels the others, and so does a cancellation.
 
     Raises ClientError.
     """
-    tasks = [asyncio.ensure_future(_complete(client, job)) for job in jobs]
+    tasks = [asyncio.ensure_future(_complete(fleet, job)) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
     except ClientError:
@@ -49,14 +48,14 @@ async def complete_all(
 
 
 async def stream_all(
-    client: AsyncFastServeClient, jobs: Sequence[CompletionJob]
+    fleet: Fleet, jobs: Sequence[CompletionJob]
 ) -> AsyncGenerator[tuple[int, Chunk]]:
     """Yields chunks of all jobs as they come, with the index of their job.
 
     Closing the generator cancels running jobs. Raises ClientError.
     """
     if len(jobs) == 1:  # most requests are so, and this is quicker
-        async with _stream(client, jobs[0]) as chunks:
+        async with aclosing(_stream(fleet, jobs[0])) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
@@ -65,7 +64,7 @@ async def stream_all(
 
     async def read(index: int) -> None:
         try:
-            async with _stream(client, jobs[index]) as chunks:
+            async with aclosing(_stream(fleet, jobs[index])) as chunks:
                 async for chunk in chunks:
                     await queue.put((index, chunk))
         except Exception as error:  # the generator raises it
@@ -87,21 +86,21 @@ async def stream_all(
         await cancel_all(tasks)
 
 
-async def _complete(client: AsyncFastServeClient, job: CompletionJob) -> Completion:
+async def _complete(fleet: Fleet, job: CompletionJob) -> Completion:
     if job.on_chunk is None:
-        return await client.generate(
+        return await fleet.generate(
             job.prompt, request_id=job.request_id, trace_context=trace_context(), **job.options
         )
     chunks = []
-    async with _stream(client, job) as stream:
+    async with aclosing(_stream(fleet, job)) as stream:
         async for chunk in stream:
             job.on_chunk(chunk)
             chunks.append(chunk)
     return Completion.from_chunks(chunks)
 
 
-def _stream(client: AsyncFastServeClient, job: CompletionJob) -> AsyncTokenStream:
-    return client.stream(
+def _stream(fleet: Fleet, job: CompletionJob) -> AsyncGenerator[Chunk]:
+    return fleet.stream(
         job.prompt, request_id=job.request_id, trace_context=trace_context(), **job.options
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from fastapi import APIRouter, Depends
@@ -13,10 +13,9 @@ from fastserve_client.errors import ClientError
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from fastserve_gateway.answer import event
-from fastserve_gateway.errors import from_client_error, no_such_route
+from fastserve_gateway.errors import from_client_error, invalid, no_such_route
 from fastserve_gateway.event_stream import EventStream
-from fastserve_gateway.live_feed import LiveFeed
-from fastserve_gateway.model_formats import DescribedFormats
+from fastserve_gateway.served_models import ServedModel, find_model
 
 _FOLDER = Path(__file__).parent / "live_page"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -35,15 +34,12 @@ _HEADERS = {
 
 
 def live_routes(
-    feed: Callable[[], LiveFeed],
-    formats: Callable[[], DescribedFormats],
-    require_key: Callable[..., Awaitable[object]],
+    models: Callable[[], Mapping[str, ServedModel]], require_key: Callable[..., Awaitable[object]]
 ) -> APIRouter:
     """The routes.
 
     Args:
-        feed: called at each request for events.
-        formats: called at each request for tools.
+        models: called at each request for data.
         require_key: dependency of events and tools. The page itself has nothing to protect.
     """
     router = APIRouter()
@@ -55,17 +51,20 @@ def live_routes(
         return _file(files[_PAGE])
 
     @router.get(EVENTS_PATH, dependencies=[with_key])
-    async def events() -> Response:
-        stream = feed().events()
+    async def events(model: str | None = None, server: str = "0") -> Response:
+        feeds = _chosen(models(), model).feeds
+        if server not in map(str, range(len(feeds))):
+            raise invalid("server", f"must be 0 to {len(feeds) - 1}")
+        stream = feeds[int(server)].events()
         first = await anext(stream)  # comes at once, or raises an error with its status
         return EventStream(
             first, stream, {}, lambda error: event(from_client_error(error, {}).body)
         )
 
     @router.get("/live/tools", dependencies=[with_key])
-    async def tools() -> Response:
+    async def tools(model: str | None = None) -> Response:
         try:
-            template = (await formats().current()).template
+            template = (await _chosen(models(), model).formats.current()).template
         except ClientError as error:
             raise from_client_error(error, {}) from None
         demo = Demo.of_model(knows_tools=knows_tools(template))
@@ -79,6 +78,15 @@ def live_routes(
             }
         )
 
+    @router.get("/live/servers", dependencies=[with_key])
+    async def servers() -> Response:
+        listed = [
+            {"model": name, "server": number}
+            for name, model in models().items()
+            for number in range(len(model.feeds))
+        ]
+        return JSONResponse({"servers": listed})
+
     @router.get("/live/tools/{name}", dependencies=[with_key])
     async def run_tool(name: str, arguments: str = "{}") -> Response:
         return JSONResponse({"result": run_demo_tool(name, arguments)})
@@ -90,6 +98,11 @@ def live_routes(
         return _file(files[name])
 
     return router
+
+
+def _chosen(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
+    """The model that a request names, or else the first."""
+    return find_model(models, next(iter(models)) if name is None else name)
 
 
 def _file(path: Path) -> Response:

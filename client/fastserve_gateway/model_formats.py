@@ -24,12 +24,12 @@ from fastserve_chat.tool_formats import (
     ToolFormat,
     tool_format_of,
 )
-from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.options import Prompt, RequestOptions
 
 from fastserve_gateway.chat_conversion import TemplateVariables
 from fastserve_gateway.errors import invalid
+from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.schemas import ChatRequest
 
 AUTO, NONE = "auto", "none"
@@ -185,9 +185,9 @@ def _definitions(request: ChatRequest) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class DescribedFormats:
-    """The formats of the model that a server describes."""
+    """The formats of the model that its servers describe."""
 
-    client: AsyncFastServeClient
+    fleet: Fleet
     names: FormatNames
     _formats: ModelFormats | None = field(default=None, init=False)
     _asked_s: float = field(default=0.0, init=False)
@@ -195,7 +195,7 @@ class DescribedFormats:
     async def current(self) -> ModelFormats:
         """Raises ClientError: the server does not answer."""
         if self._formats is None or time.monotonic() - self._asked_s > _KEPT_S:
-            model = await self.client.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
+            model = await self.fleet.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
             self._formats = ModelFormats.of(model.template_with_tools, self.names)
             self._asked_s = time.monotonic()
         return self._formats

@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import ClientError
 from starlette.responses import JSONResponse, Response
 
 from fastserve_gateway.answer import Answer
 from fastserve_gateway.auth import Caller
-from fastserve_gateway.body import check_fields, ignored_fields, read_body
+from fastserve_gateway.body import check_number_of_jobs, ignored_fields, read_body
 from fastserve_gateway.disconnect import while_connected
-from fastserve_gateway.errors import from_client_error, no_such_model
+from fastserve_gateway.errors import from_client_error
 from fastserve_gateway.event_stream import EventStream
 from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.messages_schema import ConversationRequest
 from fastserve_gateway.metrics import note_tenant
-from fastserve_gateway.model_formats import DescribedFormats
 from fastserve_gateway.request_traces import note_model
 from fastserve_gateway.schemas import RequestBody
+from fastserve_gateway.served_models import ServedModel, find_model
 from fastserve_gateway.service import service_options
 from fastserve_gateway.settings import GatewaySettings
 from fastserve_gateway.tokenization import TaskBody
@@ -48,8 +47,7 @@ class Responder:
     """Both methods raise ApiError, and ClientDisconnect if the client goes away."""
 
     settings: GatewaySettings
-    client: AsyncFastServeClient
-    formats: DescribedFormats
+    models: Mapping[str, ServedModel]
 
     async def respond(
         self,
@@ -57,7 +55,7 @@ class Responder:
         caller: Caller,
         take: Take,
         schema: type[RequestT],
-        answer_to: Callable[[RequestT], Awaitable[Answer]],
+        answer_to: Callable[[RequestT, ServedModel], Awaitable[Answer]],
     ) -> Response:
         """The response to a request for tokens: JSON, or a stream of events.
 
@@ -68,13 +66,14 @@ class Responder:
         settings = self.settings
         note_tenant(request, caller.tenant)  # now, because the body may be refused
         body = await read_body(request, schema, settings.max_body_bytes, take)
-        check_fields(body, settings.model, settings.max_jobs)
+        model = find_model(self.models, body.model)
+        check_number_of_jobs(body, settings.max_jobs)
         note_model(body.model)
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller)
         try:
-            answer = await answer_to(body)
+            answer = await answer_to(body, model)
         except ClientError as error:  # the server does not describe its model
             raise from_client_error(error, {}) from None
         unknown = [*body.unknown_fields(), *answer.unused_fields()]
@@ -82,11 +81,11 @@ class Responder:
         jobs = answer.jobs(service)
         try:
             if not answer.streams:
-                work = complete_all(self.client, jobs)
+                work = complete_all(model.fleet, jobs)
                 whole = answer.whole(await while_connected(request.receive, work))
                 return AnswerResponse(whole, headers=headers)
             # Only the first event decides the status.
-            events = answer.events(stream_all(self.client, jobs))
+            events = answer.events(stream_all(model.fleet, jobs))
             first = await while_connected(request.receive, anext(events))
             return EventStream(
                 first,
@@ -102,15 +101,14 @@ class Responder:
         request: Request,
         take: Take,
         schema: type[TaskT],
-        result_of: Callable[[TaskT], Coroutine[Any, Any, Mapping[str, Any]]],
+        result_of: Callable[[TaskT, ServedModel], Coroutine[Any, Any, Mapping[str, Any]]],
     ) -> Response:
         """The response to a request that starts no job."""
         body = await read_body(request, schema, self.settings.max_body_bytes, take)
-        if body.model not in (None, self.settings.model):
-            raise no_such_model(self.settings.model)
+        model = find_model(self.models, body.model)
         headers = ignored_fields(body.unknown_fields(), strict=self.settings.strict)
         try:
-            result = await while_connected(request.receive, result_of(body))
+            result = await while_connected(request.receive, result_of(body, model))
         except ClientError as error:
             raise from_client_error(error, body.field_names()) from None
         return JSONResponse(result, headers=headers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 
 from fastserve_gateway.auth import ApiKeys
@@ -12,10 +14,10 @@ from fastserve_gateway.model_formats import FormatNames
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    url: str
-    """Endpoint of the tritonserver, gRPC or HTTP."""
-    model: str
-    """The model's name there and in the API."""
+    urls: Sequence[str]
+    """Endpoints of the tritonservers, gRPC or HTTP. Each has all models, or some of them."""
+    models: Sequence[str]
+    """The models' names there and in the API."""
     keys: ApiKeys
     strict: bool
     """True: unknown fields are errors."""
@@ -29,8 +31,16 @@ class GatewaySettings:
     formats: FormatNames = field(default_factory=FormatNames)
 
     def __post_init__(self) -> None:
+        _refuse_twice("url", [str(Endpoint.parse(url)) for url in self.urls])
+        _refuse_twice("model", self.models)
         if self.max_held_bytes < self.max_body_bytes:
             raise InvalidRequest(
                 f"max_held_bytes: got {self.max_held_bytes}; must be at least the "
                 f"{self.max_body_bytes} of max_body_bytes, or the largest would never be taken"
             )
+
+
+def _refuse_twice(flag: str, values: Sequence[str]) -> None:
+    twice = [value for value in values if values.count(value) > 1]
+    if twice:
+        raise InvalidRequest(f"{flag}: got {twice[0]} twice; give each once")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 from fastserve_client import protocol
-from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.options import ChatTemplateOptions, Message
 from fastserve_client.results import Tokenization
 from pydantic import PrivateAttr, model_validator
 
 from fastserve_gateway.chat_conversion import FieldNames, chat_request
+from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.list_fields import TokensField
 from fastserve_gateway.model_formats import DescribedFormats, ModelFormats
 from fastserve_gateway.schemas import ChatRequest
@@ -75,7 +75,7 @@ class DetokenizeRequest(TaskBody):
 
 
 async def tokenize_chat(
-    client: AsyncFastServeClient,
+    fleet: Fleet,
     formats: ModelFormats,
     request: ChatRequest,
     *,
@@ -89,7 +89,7 @@ async def tokenize_chat(
     (messages,) = formats.prompts(request)
     options = formats.options(request)
     chosen = {name: options.get(name) for name in protocol.CHAT_OPTIONS}
-    return await client.tokenize(
+    return await fleet.tokenize(
         cast("list[Message]", messages),
         add_special_tokens=add_special_tokens,
         return_token_strs=return_token_strs,
@@ -98,19 +98,19 @@ async def tokenize_chat(
 
 
 async def tokenize_result(
-    client: AsyncFastServeClient, formats: DescribedFormats, body: TokenizeRequest
+    fleet: Fleet, formats: DescribedFormats, body: TokenizeRequest
 ) -> dict[str, Any]:
     """The answer to ``POST /tokenize``. Raises ApiError, ClientError."""
     add_special_tokens, return_token_strs = body.add_special_tokens, bool(body.return_token_strs)
     if body.chat is None:
-        found = await client.tokenize(
+        found = await fleet.tokenize(
             body.prompt or "",
             add_special_tokens=add_special_tokens,
             return_token_strs=return_token_strs,
         )
     else:
         found = await tokenize_chat(
-            client,
+            fleet,
             await formats.current(),
             body.chat,
             add_special_tokens=add_special_tokens,
@@ -124,8 +124,6 @@ async def tokenize_result(
     }
 
 
-async def detokenize_result(
-    client: AsyncFastServeClient, body: DetokenizeRequest
-) -> dict[str, Any]:
+async def detokenize_result(fleet: Fleet, body: DetokenizeRequest) -> dict[str, Any]:
     """The answer to ``POST /detokenize``. Raises ClientError."""
-    return {"prompt": await client.detokenize(body.tokens)}
+    return {"prompt": await fleet.detokenize(body.tokens)}

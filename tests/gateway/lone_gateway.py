@@ -20,8 +20,8 @@ def settings(
     max_stored_bytes: int = 0,
 ) -> GatewaySettings:
     return GatewaySettings(
-        url=url,
-        model="fastserve",
+        urls=[url],
+        models=["fastserve"],
         keys=ApiKeys([NamedKey("", 1.0, key, None) for key in keys]),
         strict=False,
         max_body_bytes=MAX_BODY_BYTES,

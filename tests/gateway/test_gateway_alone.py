@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -26,6 +27,7 @@ from fastserve_client.errors import (
 )
 from fastserve_client.key_file import read_key_file
 from fastserve_gateway.answer import event
+from fastserve_gateway.app import create_app
 from fastserve_gateway.auth import ApiKeys
 from fastserve_gateway.command import run_gateway
 from fastserve_gateway.errors import from_client_error
@@ -263,6 +265,32 @@ def test_an_address_that_cannot_be_is_refused_before_anybody_is_told(
     with pytest.raises(InvalidRequest, match="HTTP_PROXY"):
         run_gateway(settings(url="http://127.0.0.1:8000"), "127.0.0.1", 0, told.append)
     assert told == []
+
+
+def test_each_server_and_each_model_is_named_once() -> None:
+    with pytest.raises(InvalidRequest, match="url: got grpc://a:8001 twice"):
+        replace(settings(), urls=["a", "b", "grpc://a:8001"])
+    with pytest.raises(InvalidRequest, match="model: got m twice"):
+        replace(settings(), models=["m", "m"])
+
+
+def test_several_models_are_listed_and_told_apart() -> None:
+    app = create_app(replace(settings(), models=["small", "large"]))
+    with TestClient(app, base_url="http://127.0.0.1:9000") as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["small", "large"]
+        assert client.get("/v1/models/large").json() == listed[1]
+        for answer in (
+            client.get("/v1/models/medium"),
+            client.post("/v1/completions", json={"model": "medium", "prompt": "a"}),
+            client.post("/tokenize", json={"model": "medium", "prompt": "a"}),
+        ):
+            assert (answer.status_code, answer.json()["error"]["message"]) == (
+                404,
+                "model: no such model; there are 'small', 'large'",
+            )
+        answer = client.post("/tokenize", json={"prompt": "a"})
+        assert answer.json()["error"]["message"] == "model: must be one of small, large"
 
 
 # --- the end of the live view ---------------------------------------------------------------------

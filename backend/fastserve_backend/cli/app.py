@@ -213,10 +213,20 @@ def gateway(
         str, typer.Option(help="Address to listen on; other than loopback needs keys.")
     ] = DEFAULT_HOST,
     port: Annotated[int, typer.Option(help="0 is any free one.")] = 9000,
-    url: _Url = DEFAULT_URL,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A server: grpc://, or http:// with its HTTP port; can be repeated.",
+            show_default=DEFAULT_URL,
+        ),
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="Name of the model at the server and in requests.")
-    ] = "fastserve",
+        list[str] | None,
+        typer.Option(
+            help="Name of a model at the servers and in requests; can be repeated.",
+            show_default=MODEL_NAME,
+        ),
+    ] = None,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
@@ -278,8 +288,8 @@ def gateway(
 
     log_to_stderr()
     settings = GatewaySettings(
-        url=url,
-        model=model,
+        urls=url or [DEFAULT_URL],
+        models=model or [MODEL_NAME],
         keys=ApiKeys(_named_keys(api_keys_file), most_urgent_priority),
         strict=strict,
         max_body_bytes=max_body_bytes,

@@ -89,7 +89,8 @@ export class Chat {
   // Yields pieces of the answer, which may take several requests: the gateway runs the tools that
   // the model calls, and the model goes on with their results, which are added to `turn`.
   async *answerWithTools(messages, turn, signal) {
-    const demo = await (await request("/live/tools", { signal })).json();
+    const model = new URLSearchParams({ model: await this.modelName() });
+    const demo = await (await request(`/live/tools?${model}`, { signal })).json();
     const before = [...demo.examples, ...messages];
     const { tools, tool_choice, temperature } = demo;
     let body = { messages: before, tools, tool_choice, temperature };

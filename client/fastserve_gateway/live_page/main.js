@@ -6,6 +6,7 @@ import { Chat } from "/live/chat.js";
 import { Load } from "/live/load.js";
 import { Memory } from "/live/memory.js";
 import { Queues } from "/live/queues.js";
+import { Servers } from "/live/servers.js";
 
 const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 4000;
@@ -30,6 +31,8 @@ const charts = [
 ];
 const queues = new Queues(find("lanes"), find("job-details"), find("unlisted"));
 const memory = new Memory(find);
+const servers = new Servers(find("server"), () => stream?.abort());
+const modelName = () => servers.model();
 new Chat(find, modelName);
 new Load(find("load"), find("load-note"), modelName);
 
@@ -99,8 +102,9 @@ function status(state, message) {
 }
 
 async function readPictures(signal) {
-  const response = await request("/live/events", { signal });
+  const response = await request(servers.eventsPath(), { signal });
   find("key-form").hidden = true;
+  servers.list().catch(() => {}); // the next stream tries again
   const onBytes = () => (heardMs = performance.now());
   for await (const data of events(response, onBytes)) {
     const state = JSON.parse(data);
@@ -181,15 +185,5 @@ setInterval(() => {
   const isLate = nowMs - latestMs > LATE_MS;
   if (isLate && find("status").dataset.state === "live") status("live", "live, waiting for a long iteration");
 }, 1000);
-
-let model = null;
-
-async function modelName() {
-  if (model === null) {
-    const list = await (await request("/v1/models")).json();
-    model = list.data[0].id;
-  }
-  return model;
-}
 
 follow();

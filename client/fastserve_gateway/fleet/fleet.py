@@ -1,0 +1,244 @@
+"""The servers of one model, behind the methods of one client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from fastserve_client.aio_client import AsyncFastServeClient
+from fastserve_client.cancelling import cancel_all
+from fastserve_client.errors import ServerOverloaded, ServerUnavailable
+from fastserve_client.results import Chunk, Completion, Tokenization
+
+from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
+from fastserve_gateway.fleet.routed_request import routed_request
+from fastserve_gateway.fleet.watched_server import Health, WatchedServer
+from fastserve_gateway.routing.request import Choice, RoutedRequest
+from fastserve_gateway.routing.router import Router
+from fastserve_gateway.routing.server_load import ServerLoad
+
+if TYPE_CHECKING:
+    from typing import Self, Unpack
+
+    from fastserve_client.model_description import ModelDescription
+    from fastserve_client.options import ChatTemplateOptions, Message, Prompt, RequestOptions
+
+ResultT = TypeVar("ResultT")
+
+_MAX_TRIES = 4
+"""Servers that one job is sent to at most: a job may be what kills them, and where all are full,
+each of them would have to refuse it."""
+_ORDER = (Health.UP, Health.UNKNOWN, Health.SILENT, Health.DOWN)
+"""In which servers are asked what any of them can answer."""
+
+
+class Fleet:
+    """Has the methods of a client that the gateway needs. Belongs to one event loop.
+
+    What a server refuses, or loses before the first token, goes to another one. After the first
+    token the error is final, so no text comes twice. A single server gets everything, and is not
+    watched.
+
+    Args:
+        clients: of the model's servers, by URL. The fleet closes them.
+    """
+
+    def __init__(
+        self, model: str, clients: Mapping[str, AsyncFastServeClient], metrics: FleetMetrics
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._router = Router(list(clients))
+        self._servers = [
+            WatchedServer(url, client, partial(self._on_load, at), partial(self._on_health, at))
+            for at, (url, client) in enumerate(clients.items())
+        ]
+        self._silent: set[int] = set()
+        self._followers: list[asyncio.Task[None]] = []
+
+    @property
+    def _chooses(self) -> bool:
+        return len(self._servers) > 1
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        trace_context: Mapping[str, str] | None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[Chunk]:
+        """Yields the chunks of a job. Closing the generator cancels the job. Raises ClientError."""
+        request = self._request(prompt, options)
+        refusals: dict[int, ServerUnavailable] = {}
+        while True:
+            with self._attempt(request, refusals) as attempt:
+                async with attempt.client.stream(
+                    prompt, request_id=request_id, trace_context=trace_context, **options
+                ) as chunks:
+                    async for chunk in chunks:
+                        if not attempt.has_begun:
+                            attempt.has_begun = True
+                            self._on_first_token(attempt)
+                        yield chunk
+                return
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        trace_context: Mapping[str, str] | None,
+        **options: Unpack[RequestOptions],
+    ) -> Completion:
+        """The whole completion. Raises ClientError."""
+        request = self._request(prompt, options)
+        refusals: dict[int, ServerUnavailable] = {}
+        while True:
+            with self._attempt(request, refusals) as attempt:
+                answer = await attempt.client.generate(
+                    prompt, request_id=request_id, trace_context=trace_context, **options
+                )
+                self._router.on_first_token(attempt.choice, time.monotonic())
+                return answer
+
+    async def describe(self, *, timeout_s: float) -> ModelDescription:
+        """``timeout_s`` is for each server that is asked. Raises ClientError."""
+        return await self._ask(lambda client: client.describe(timeout_s=timeout_s))
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        add_special_tokens: bool | None,
+        return_token_strs: bool,
+        **options: Unpack[ChatTemplateOptions],
+    ) -> Tokenization:
+        """Raises ClientError."""
+        return await self._ask(
+            lambda client: client.tokenize(
+                prompt,
+                add_special_tokens=add_special_tokens,
+                return_token_strs=return_token_strs,
+                **options,
+            )
+        )
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Raises ClientError."""
+        return await self._ask(lambda client: client.detokenize(token_ids))
+
+    async def is_ready(self) -> bool:
+        """Whether at least one server has the model and answers."""
+        if not self._chooses:
+            return await self._servers[0].client.is_ready()
+        return any(server.health in (Health.UP, Health.SILENT) for server in self._servers)
+
+    async def close(self) -> None:
+        """Ends running jobs with an error."""
+        await cancel_all(self._followers)
+        await asyncio.gather(*(server.client.close() for server in self._servers))
+
+    async def __aenter__(self) -> Self:
+        if self._chooses:
+            self._followers = [asyncio.create_task(server.follow()) for server in self._servers]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _request(self, prompt: Prompt, options: RequestOptions) -> RoutedRequest:
+        return routed_request(prompt, options) if self._chooses else RoutedRequest(0)
+
+    @contextmanager
+    def _attempt(
+        self, request: RoutedRequest, refusals: dict[int, ServerUnavailable]
+    ) -> Iterator[_Attempt]:
+        """Sends a job to one server. If that one does not take it, notes this in ``refusals``.
+
+        Raises ServerUnavailable: the job has begun, or no server is left.
+        """
+        choice = self._choose(request, refusals)
+        server, metrics = self._servers[choice.server], self._metrics
+        metrics.sent.labels(self._model, server.name).inc()
+        if refusals:
+            refused = self._servers[next(reversed(refusals))]
+            metrics.retried.labels(self._model, refused.name).inc()
+        attempt = _Attempt(server.client, choice, time.monotonic())
+        try:
+            yield attempt
+        except ServerUnavailable as error:
+            if attempt.has_begun:
+                raise
+            refusals[choice.server] = error.with_traceback(None)  # which refers to the prompt
+        finally:
+            self._router.on_end(choice, time.monotonic())
+
+    def _choose(self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]) -> Choice:
+        tried = refusals.keys()
+        if len(tried) < _MAX_TRIES:
+            for excluded in (tried | self._silent, tried):
+                choice = self._router.choose(request, time.monotonic(), excluded)
+                if choice is not None:
+                    return choice
+        if not refusals:
+            raise ServerUnavailable(f"no server of model {self._model} takes requests")
+        errors = list(refusals.values())
+        full = [error for error in errors if isinstance(error, ServerOverloaded)]
+        raise (full or errors)[-1]
+
+    async def _ask(self, ask: Callable[[AsyncFastServeClient], Awaitable[ResultT]]) -> ResultT:
+        """The answer of any server to what is no job."""
+        servers = random.sample(self._servers, len(self._servers))
+        servers.sort(key=lambda server: _ORDER.index(server.health))
+        *others, last = servers[:_MAX_TRIES]
+        for server in others:
+            try:
+                return await ask(server.client)
+            except ServerUnavailable:
+                continue
+        return await ask(last.client)
+
+    def _on_first_token(self, attempt: _Attempt) -> None:
+        now_s, choice = time.monotonic(), attempt.choice
+        self._router.on_first_token(choice, now_s)
+        labels = self._model, self._servers[choice.server].name
+        self._metrics.first_token_s.labels(*labels).observe(now_s - attempt.sent_s)
+        if self._chooses:
+            self._metrics.expected_s.labels(*labels).observe(choice.delay_s)
+
+    def _on_load(self, server: int, load: ServerLoad) -> None:
+        self._router.on_load(server, load, time.monotonic())
+
+    def _on_health(self, at: int) -> None:
+        server = self._servers[at]
+        is_up = server.health is Health.UP
+        self._metrics.up.labels(self._model, server.name).set(is_up)
+        (self._silent.add if server.health is Health.SILENT else self._silent.discard)(at)
+        if is_up:
+            self._router.on_up(at, time.monotonic())
+        elif server.health is Health.DOWN:
+            self._router.on_down(at, time.monotonic())
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One job at one server."""
+
+    client: AsyncFastServeClient
+    choice: Choice
+    sent_s: float
+    has_begun: bool = False
+    """Whether its client has got a token."""

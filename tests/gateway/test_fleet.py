@@ -1,0 +1,136 @@
+"""Which errors send a job to another server, with servers that only refuse or answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import pytest
+from fastserve_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    InvalidRequest,
+    ServerError,
+    ServerOverloaded,
+    ServerUnavailable,
+)
+from fastserve_client.results import Chunk, Completion
+from fastserve_gateway.fleet.fleet import Fleet
+from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
+from prometheus_client import CollectorRegistry
+
+CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
+FULL = ServerOverloaded("4 requests are queued already; try again later")
+GONE = ConnectionFailed("gone")
+NO_TRACE: dict[str, Any] = {"request_id": "", "trace_context": None}
+
+
+@dataclass
+class Server:
+    """A client whose server answers, or fails so many chunks later."""
+
+    error: ClientError | None = None
+    num_chunks: int = 0
+    num_jobs: int = 0
+    read: list[Chunk] = field(default_factory=list)
+    closed: bool = False
+
+    def stream(self, prompt: str, **options: Any) -> Self:
+        self.num_jobs += 1
+        self.read = list(CHUNKS)
+        return self
+
+    async def generate(self, prompt: str, **options: Any) -> Completion:
+        async with self.stream(prompt) as chunks:
+            return Completion.from_chunks([chunk async for chunk in chunks])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.closed = True
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self.error is not None and len(CHUNKS) - len(self.read) == self.num_chunks:
+            raise self.error
+        if not self.read:
+            raise StopAsyncIteration
+        return self.read.pop(0)
+
+
+def fleet_of(*servers: Server) -> Fleet:
+    clients: dict[str, Any] = {f"server {n}": server for n, server in enumerate(servers)}
+    return Fleet("m", clients, FleetMetrics(CollectorRegistry()))
+
+
+async def text_of(fleet: Fleet) -> str:
+    async with aclosing(fleet.stream("Hello", **NO_TRACE)) as chunks:
+        return "".join([chunk.text async for chunk in chunks])
+
+
+@pytest.mark.parametrize("error", [FULL, GONE, ServerUnavailable("the server is shutting down")])
+async def test_what_is_refused_goes_to_the_next(error: ClientError) -> None:
+    servers = [Server(error), Server(error), Server()]
+    fleet = fleet_of(*servers)
+    for _ in range(5):
+        assert await text_of(fleet) == "ab"
+        assert (await fleet.generate("Hello", **NO_TRACE)).text == "ab"
+    assert servers[2].num_jobs == 10
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("n: got 0"), ServerError("rank 0 died")])
+async def test_other_errors_are_final(error: ClientError) -> None:
+    servers = [Server(error), Server(error)]
+    with pytest.raises(type(error)):
+        await text_of(fleet_of(*servers))
+    assert sum(server.num_jobs for server in servers) == 1
+
+
+async def test_what_has_begun_is_not_begun_again() -> None:
+    servers = [Server(GONE, num_chunks=1), Server(GONE, num_chunks=1)]
+    with pytest.raises(ConnectionFailed):
+        await text_of(fleet_of(*servers))
+    assert sum(server.num_jobs for server in servers) == 1
+
+
+@pytest.mark.parametrize("errors", [[GONE, FULL], [FULL, GONE], [FULL]])
+async def test_one_that_is_full_decides_the_error(errors: list[ClientError]) -> None:
+    with pytest.raises(ServerOverloaded):
+        await text_of(fleet_of(*map(Server, errors)))
+
+
+async def test_a_job_that_kills_its_servers_does_not_kill_all() -> None:
+    servers = [Server(GONE) for _ in range(8)]
+    with pytest.raises(ConnectionFailed):
+        await text_of(fleet_of(*servers))
+    assert sum(server.num_jobs for server in servers) == 4
+
+
+async def test_closing_a_stream_closes_that_of_its_server() -> None:
+    servers = [Server(FULL), Server()]
+    async with aclosing(fleet_of(*servers).stream("Hello", **NO_TRACE)) as chunks:
+        await anext(chunks)
+        servers[0].closed = servers[1].closed = False
+    assert [server.closed for server in servers] == [False, True]
+
+
+async def test_a_cancelled_task_closes_the_stream() -> None:
+    server = Server()
+    waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def read() -> None:
+        async with aclosing(fleet_of(server, Server(FULL)).stream("Hello", **NO_TRACE)) as chunks:
+            async for _ in chunks:
+                await waiting
+
+    task = asyncio.create_task(read())
+    while not server.num_jobs:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert server.closed

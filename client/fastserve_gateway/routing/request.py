@@ -15,15 +15,11 @@ class RoutedRequest:
     """May be an estimate."""
     prefixes: tuple[Prefix, ...] = ()
     """Of the prompt (``prompt_prefixes``)."""
-    output_tokens: int | None = None
-    """The most that it may have; None: unknown."""
     conversation: int | None = None
     """Key of the prefix that ends with a chat's first question, the same in all of its turns; None:
     unknown."""
     session: str | None = None
     """Names the tenant and its session; None: it belongs to none."""
-    priority: int = 0
-    """Lower runs first."""
 
 
 @dataclass(frozen=True, slots=True)

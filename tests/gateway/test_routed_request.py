@@ -52,10 +52,9 @@ def test_all_turns_of_a_conversation_are_known_by_its_first_question() -> None:
     assert routed_request("a text", {}).conversation is None
 
 
-def test_sizes_sessions_and_priorities() -> None:
-    request = routed_request([7] * 100, {"max_tokens": 5, "priority": -1})
-    assert (request.prompt_tokens, request.output_tokens, request.priority) == (100, 5, -1)
-    assert request.session is None
+def test_sizes_and_sessions() -> None:
+    request = routed_request([7] * 100, {})
+    assert (request.prompt_tokens, request.session) == (100, None)
     sessions = {
         routed_request("a", {"tenant": tenant, "session_id": "1"}).session
         for tenant in ("x", "y", None)

@@ -32,10 +32,8 @@ def routed_request(prompt: Prompt, options: RequestOptions) -> RoutedRequest:
     return RoutedRequest(
         prompt_tokens=sum(map(len, parts)) // _BYTES_A_TOKEN,
         prefixes=prefixes,
-        output_tokens=options.get("max_tokens"),
         conversation=conversation,
         session=session,
-        priority=options.get("priority") or 0,
     )
 
 

@@ -15,19 +15,15 @@ class RoutedRequest:
     """May be an estimate."""
     prefixes: tuple[Prefix, ...] = ()
     """Of the prompt (``prompt_prefixes``)."""
-    output_tokens: int | None = None
-    """The most that it may have; None: unknown."""
     conversation: int | None = None
     """Key of the prefix that ends with a chat's first question, the same in all of its turns; None:
     unknown."""
     session: str | None = None
     """Names the tenant and its session; None: it belongs to none."""
-    priority: int = 0
-    """Lower runs first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ServerChoice:
     """The server that a request goes to. It also names the request in later calls."""
 
     number: int

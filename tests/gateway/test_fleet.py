@@ -157,12 +157,23 @@ async def test_what_a_hanging_server_has_not_begun_goes_to_the_next(
     """Its connection holds, so nothing else ends these jobs."""
     monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 0.05)
     hung = Server(hangs=True)
-    async with fleet_of(hung, Server()) as fleet:
-        texts = await asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
-        assert hung.num_jobs > 0
-        hung.num_jobs = 0
-        wholes = await asyncio.gather(*(fleet.generate(str(n), **NO_TRACE) for n in range(9)))
-    assert texts == [whole.text for whole in wholes] == ["ab"] * 9
+    fleet = fleet_of(hung, Server())
+    texts = asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
+    wholes = asyncio.gather(*(fleet.generate(str(n), **NO_TRACE) for n in range(9)))
+    while not texts.done() and not hung.num_jobs:
+        await asyncio.sleep(0)
+    async with fleet:
+        assert await texts == [whole.text for whole in await wholes] == ["ab"] * 9
+    assert hung.num_jobs > 0
+
+
+async def test_a_server_that_has_not_answered_yet_gets_nothing_while_others_have() -> None:
+    hung, server = Server(hangs=True), Server()
+    async with fleet_of(hung, server) as fleet:
+        while not await fleet.is_ready():
+            await asyncio.sleep(0)
+        await asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
+    assert (hung.num_jobs, server.num_jobs) == (0, 9)
 
 
 async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None:

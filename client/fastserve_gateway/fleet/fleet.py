@@ -74,7 +74,8 @@ class Fleet:
             )
             for number, (url, client) in enumerate(clients.items())
         ]
-        self._silent: set[int] = set()
+        # They show no state, or none yet. They get jobs only if all others are out.
+        self._silent = set(range(len(clients)))
         # Of each server: the waits for what it has not begun.
         self._waits: list[set[asyncio.Timeout]] = [set() for _ in clients]
         self._followers: list[asyncio.Task[None]] = []

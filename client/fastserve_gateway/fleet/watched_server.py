@@ -26,7 +26,7 @@ SILENT_S = 5.0
 
 class ServerHealth(Enum):
     UNKNOWN = "unknown"
-    """It has not answered yet. It is tried like one that is up."""
+    """It has not answered yet. It is tried after all that are up."""
     UP = "up"
     SILENT = "silent"
     """Its model is ready, but gives no pictures. It is tried after all that are up."""

@@ -34,7 +34,8 @@ from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import StepVerdict
-from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import Transfer
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.rank_protocol.link import Link

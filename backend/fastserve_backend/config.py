@@ -85,9 +85,8 @@ class EngineConfig(Section):
         Key names are unique over all sections, so that each can be a flag of ``fastserve serve``.
         """
         sections = {key: section for section, keys in self.model_dump().items() for key in keys}
-        values = self.model_dump(
-            exclude_unset=True
-        )  # so that `sets` still tells keys from defaults
+        # Without defaults, so that `sets` still tells them from given keys.
+        values = self.model_dump(exclude_unset=True)
         for key, value in keys.items():
             if key not in sections:
                 known = ", ".join(sorted(sections))

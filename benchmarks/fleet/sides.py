@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastserve_gateway.routing.rendezvous import Rendezvous
-from fastserve_gateway.routing.request import Choice, RoutedRequest
+from fastserve_gateway.routing.request import RoutedRequest, ServerChoice
 from fastserve_gateway.routing.router import Router
 from fastserve_gateway.routing.server_load import ServerLoad
 
@@ -18,15 +18,15 @@ class Chooser(Protocol):
 
     def choose(
         self, request: RoutedRequest, now_s: float, excluded: Collection[int] = ()
-    ) -> Choice | None: ...
+    ) -> ServerChoice | None: ...
 
-    def on_first_token(self, choice: Choice, now_s: float) -> None: ...
+    def on_first_token(self, choice: ServerChoice) -> None: ...
 
-    def on_end(self, choice: Choice, now_s: float) -> None: ...
+    def on_end(self, choice: ServerChoice) -> None: ...
 
     def on_load(self, server: int, load: ServerLoad, now_s: float) -> None: ...
 
-    def on_down(self, server: int, now_s: float) -> None: ...
+    def on_down(self, server: int) -> None: ...
 
 
 class _Simple:
@@ -43,20 +43,20 @@ class _Simple:
 
     def choose(
         self, request: RoutedRequest, now_s: float, excluded: Collection[int] = ()
-    ) -> Choice | None:
+    ) -> ServerChoice | None:
         self.number += 1
         server = self.pick(request)
         self.outstanding[server] += 1
-        return Choice(self.number, server, 0.0, 0)
+        return ServerChoice(self.number, server, 0.0, 0)
 
-    def on_first_token(self, choice: Choice, now_s: float) -> None: ...
+    def on_first_token(self, choice: ServerChoice) -> None: ...
 
-    def on_end(self, choice: Choice, now_s: float) -> None:
+    def on_end(self, choice: ServerChoice) -> None:
         self.outstanding[choice.server] -= 1
 
     def on_load(self, server: int, load: ServerLoad, now_s: float) -> None: ...
 
-    def on_down(self, server: int, now_s: float) -> None:
+    def on_down(self, server: int) -> None:
         self.able.remove(server)
 
 
@@ -98,7 +98,7 @@ class _DelayOnly(Router):
 
     def choose(
         self, request: RoutedRequest, now_s: float, excluded: Collection[int] = ()
-    ) -> Choice | None:
+    ) -> ServerChoice | None:
         return super().choose(RoutedRequest(request.prompt_tokens), now_s, excluded)
 
 

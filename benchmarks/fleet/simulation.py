@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fastserve_backend.job import Job
-from fastserve_gateway.routing.request import Choice
+from fastserve_gateway.routing.request import ServerChoice
 from fastserve_gateway.routing.server_load import ServerLoad
 
 from benchmarks.fleet.conversations import Conversation
@@ -27,7 +27,7 @@ class Sent:
     job: Job
     conversation: Conversation
     gateway: int
-    choice: Choice
+    choice: ServerChoice
     first_token_s: float | None = None
 
 
@@ -126,7 +126,7 @@ class FleetSimulation:
         for job in progress.first_tokens:
             sent = self._sent[job.number]
             sent.first_token_s = self.now_s
-            self._routers[sent.gateway].on_first_token(sent.choice, self.now_s)
+            self._routers[sent.gateway].on_first_token(sent.choice)
         for job in progress.ends:
             self._on_end(self._sent.pop(job.number))
         if self._picture_due[server]:
@@ -137,7 +137,7 @@ class FleetSimulation:
             self._run_cycle(server)
 
     def _on_end(self, sent: Sent) -> None:
-        self._routers[sent.gateway].on_end(sent.choice, self.now_s)
+        self._routers[sent.gateway].on_end(sent.choice)
         job, outcome = sent.job, self.outcome
         if job.arrival_s >= self._warm_up_s and not sent.conversation.is_resumed:
             assert sent.first_token_s is not None
@@ -182,10 +182,10 @@ class FleetSimulation:
         """What has not begun goes to other servers; what has begun is lost."""
         self._dead.add(server)
         for router in self._routers:
-            router.on_down(server, self.now_s)
+            router.on_down(server)
         for sent in [one for one in self._sent.values() if one.choice.server == server]:
             del self._sent[sent.job.number]
-            self._routers[sent.gateway].on_end(sent.choice, self.now_s)
+            self._routers[sent.gateway].on_end(sent.choice)
             if sent.first_token_s is not None:
                 self.outcome.num_lost += 1
                 continue

@@ -12,7 +12,7 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client.protocol import MODEL_NAME
-from model_control import ModelControl, Reading, load_and_unload
+from model_control import ModelControl, ServerHoldings, load_and_unload
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
@@ -47,7 +47,7 @@ def test_twenty_loads_give_everything_back(
             first = load_and_unload(control, server, OTHER)
         for _ in range(CYCLES):
             last = load_and_unload(control, server, OTHER)
-            wait_for(lambda: Reading.of(server).counts() == first.counts())
+            wait_for(lambda: ServerHoldings.of(server).counts() == first.counts())
         assert server.restarts == 0
     finally:
         server.stop()

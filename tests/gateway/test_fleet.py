@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import pytest
+from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
@@ -19,6 +20,7 @@ from fastserve_client.errors import (
 from fastserve_client.results import Chunk, Completion
 from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
+from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
 from prometheus_client import CollectorRegistry
 
 CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
@@ -134,3 +136,22 @@ async def test_a_cancelled_task_closes_the_stream() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert server.closed
+
+
+async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None:
+    class Unwatchable:
+        model = "m"
+        num_tries = 0
+
+        def watch(self, interval_s: float) -> None:
+            self.num_tries += 1
+            raise RuntimeError("a bug")
+
+    client: Any = Unwatchable()
+    server = WatchedServer("a", client, lambda load: None, lambda: None)
+    task = asyncio.create_task(server.follow())
+    async with asyncio.timeout(30.0):
+        while client.num_tries < 2:
+            await asyncio.sleep(0.01)
+    assert server.health is ServerHealth.DOWN
+    await cancel_all((task,))

@@ -54,8 +54,7 @@ def test_all_turns_of_a_conversation_are_known_by_its_first_question() -> None:
 
 def test_sizes_and_sessions() -> None:
     request = routed_request([7] * 100, {})
-    assert request.prompt_tokens == 100
-    assert request.session is None
+    assert (request.prompt_tokens, request.session) == (100, None)
     sessions = {
         routed_request("a", {"tenant": tenant, "session_id": "1"}).session
         for tenant in ("x", "y", None)

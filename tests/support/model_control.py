@@ -50,7 +50,7 @@ class ModelControl:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ServerHoldings:
     """What a server and its launcher, which is this process, hold."""
 
     num_processes: int
@@ -63,7 +63,7 @@ class Reading:
     tritonserver: Holdings
 
     @classmethod
-    def of(cls, server: TritonServer) -> Reading:
+    def of(cls, server: TritonServer) -> ServerHoldings:
         runtime = server.runtime
         names = Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*")
         connections = [
@@ -93,7 +93,7 @@ class Reading:
         )
 
 
-def load_and_unload(control: ModelControl, server: TritonServer, model: str) -> Reading:
+def load_and_unload(control: ModelControl, server: TritonServer, model: str) -> ServerHoldings:
     """Loads a model, has it answer, unloads it; returns what the server holds then."""
     response = control.load(model)
     assert response.status_code == 200, response.text
@@ -101,4 +101,4 @@ def load_and_unload(control: ModelControl, server: TritonServer, model: str) -> 
     answer = post(server.endpoints.http_url, f"/v2/models/{model}/generate", body)
     assert answer.status_code == 200, answer.text
     control.unload(model)
-    return Reading.of(server)
+    return ServerHoldings.of(server)

@@ -23,7 +23,7 @@ from fastserve_client import FastServeClient
 from fastserve_client.errors import ClientError
 from fastserve_client.protocol import MODEL_NAME
 from fastserve_client.terminal import generate_to_terminal
-from model_control import ModelControl, Reading, load_and_unload
+from model_control import ModelControl, ServerHoldings, load_and_unload
 from serving_client import metric, post, server_sent_events
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
@@ -123,7 +123,7 @@ def test_requests_of_an_unloaded_model_end(control: ModelControl, server: Triton
 def test_unloading_gives_everything_back(control: ModelControl, server: TritonServer) -> None:
     first = load_and_unload(control, server, OTHER)
     load_and_unload(control, server, OTHER)
-    wait_for(lambda: Reading.of(server).counts() == first.counts())
+    wait_for(lambda: ServerHoldings.of(server).counts() == first.counts())
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.session_history import SessionHistory
-from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.offers import OfferOutcome

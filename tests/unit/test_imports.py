@@ -97,6 +97,8 @@ FORBIDDEN = {
                                 "fastserve_kernels", "fastserve_gateway", "fastserve_bench"),
     CLIENT / "fastserve_gateway": ("torch", "fastserve_backend", "fastserve_kernels",
                                    "fastserve_bench"),
+    CLIENT / "fastserve_gateway" / "routing": ("asyncio", "time", "logging"),
+    CLIENT / "fastserve_gateway" / "fleet": ("fastapi", "starlette", "fastserve_chat"),
     CLIENT / "fastserve_bench": ("torch", "fastserve_backend", "fastserve_kernels",
                                  "fastserve_gateway"),
 }  # fmt: skip
@@ -108,6 +110,9 @@ ONLY = {
         *("protocol", "engine_state", "listening"),
         *("tracer", "tracing"),
     ),
+    (CLIENT / "fastserve_gateway" / "routing", "fastserve_client"): ("engine_state",),
+    (CLIENT / "fastserve_gateway" / "routing", "fastserve_gateway"): ("routing",),
+    (CLIENT / "fastserve_gateway" / "fleet", "fastserve_gateway"): ("fleet", "routing"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import Place
-from fastserve_backend.kv_cache.tiers import TransferKind
+from fastserve_backend.kv_cache.transfers import TransferKind
 from fastserve_backend.offers import EVERYWHERE
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.kv_cache.blocks import BlockPool, OutOfBlocksError
-from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import Transfer, TransferKind
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -50,14 +50,13 @@ def test_the_server_gets_the_flags_that_it_offers(
     installation = TritonInstallation(write_server(tmp_path / "tritonserver", offered))
     runtime = RuntimeDirectory.create()
     endpoints = Endpoints("127.0.0.1", 1, 2, 3)
-    server = ServerProcess(installation, runtime, [], endpoints, tmp_path / "log", tenant="")
+    server = ServerProcess(installation, runtime, endpoints, tmp_path / "log", [], {})
     try:
         assert wait_readable(30.0, server.handle)
     finally:
         server.stop(kill=True)
         runtime.remove()
     given = (tmp_path / "arguments").read_text().splitlines()
-    assert "--model-control-mode=none" in given
     assert sorted({FORWARDED, FORWARDED_TRACES, LIMITED, LOCKED}.intersection(given)) == sorted(
         used
     )

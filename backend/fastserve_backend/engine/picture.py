@@ -17,7 +17,8 @@ from fastserve_client.engine_state import (
 
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import Job, JobState
-from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import TransferKind
 from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.metrics.objectives import lateness_s
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from fastserve_backend.engine.step_builder import build_copy, build_disk_copy
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
-from fastserve_backend.kv_cache.tiers import Transfer
+from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
 from fastserve_backend.scheduler.base import Scheduled

@@ -10,9 +10,8 @@ import numpy as np
 
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
-from fastserve_backend.kv_cache.tiers import Transfer
+from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     DiskCopy,

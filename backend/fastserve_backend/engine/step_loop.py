@@ -22,10 +22,10 @@ from fastserve_backend.engine.steps_ahead import EarlyEnd, StepsAhead
 from fastserve_backend.engine.unfinished_jobs import UnfinishedJobs
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job, JobState
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.round import StepVerdict
+from fastserve_backend.kv_cache.transfers import DiskTransfer
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.rank_protocol.messages import NO_TOKEN, Step
 from fastserve_backend.scheduler.base import Policy, Scheduled, fill_batch

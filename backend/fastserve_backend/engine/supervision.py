@@ -153,7 +153,7 @@ class RankSupervisor:
         setup = Setup.of(self._config, model.directory, model.eos_token_ids)
         ready = executor.start(setup, self._start_timeout_s)
         if ready.disk_error is not None:
-            if self._profile is None:
+            if self._profile is None:  # the first start: the operator can mend it now
                 raise ConfigError(ready.disk_error)
             _log.warning("no KV is written to the disk: %s", ready.disk_error)
         measurable = ReadyRanks.of(model, self._config, ready, executor, self._clock.now)

@@ -17,29 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.transfers import DiskTransfer, disk_transfer_owner
 from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskTransfer:
-    """Copies of blocks between host and disk: ``host_blocks[i]`` to or from ``slots[i]``."""
-
-    id: int
-    job_number: int
-    is_write: bool
-    host_blocks: array[int]
-    slots: array[int]
-    num_tokens: int
-    """Of the job's first tokens both sides have the KV when it ends."""
-    started_s: float
-
-    @property
-    def owner(self) -> int:
-        """Has the transfer's slots in the pool of slots until it ends, and the host blocks of a
-        read in the host's pool. No job has this number."""
-        return -1 - self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +92,7 @@ class DiskTier:
         """Start to write the unwritten job, for which slots are free."""
         num_tokens = self._unwritten[job_number].num_tokens
         transfer_id = next(self._ids)
-        owner = -1 - transfer_id
+        owner = disk_transfer_owner(transfer_id)
         self.slots.grow(owner, num_tokens, num_tokens)
         host_blocks = array("i")
         for index in range(len(self.slots.kinds)):
@@ -132,7 +113,7 @@ class DiskTier:
         """Start to read the job's KV into free blocks of the host, which must be enough."""
         num_tokens = self._saved.pop(job_number)
         transfer_id = next(self._ids)
-        owner = -1 - transfer_id
+        owner = disk_transfer_owner(transfer_id)
         self._host.grow(owner, num_tokens, num_tokens)
         self.slots.hand_over(job_number, owner)
         host_blocks = array("i", self._host.all_blocks(owner))
@@ -179,8 +160,8 @@ class DiskTier:
             self.num_unwritten -= unwritten.num_blocks
 
     def check_integrity(self, device: BlockPool) -> None:
-        """Raise AssertionError unless each slot is in exactly one place, the tables agree with what
-        is saved, unwritten and unfinished, and none of that is on the device."""
+        """Raise AssertionError unless each slot is in exactly one place, and the tables agree with
+        what is saved, unwritten and unfinished. None of that may be on the device."""
         self.slots.check_integrity()
         here = self._saved.keys() | self._unwritten.keys() | self._wanted.keys()
         assert not any(map(device.num_held, here)), "on the device and on the disk"

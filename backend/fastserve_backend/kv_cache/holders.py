@@ -9,7 +9,8 @@ from typing import Protocol
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.prefixes import Prefixes
-from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import Transfer
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.offers import NextRunEstimate
 

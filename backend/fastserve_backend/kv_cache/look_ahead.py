@@ -17,7 +17,8 @@ from fastserve_backend.kv_cache.device_room import DeviceRoom
 from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
-from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import TransferKind
 
 # A job returns early only if it would belong on a device smaller by this share. Without such a
 # band, a job at the border would leave and return with every change of the order above it.

@@ -23,7 +23,6 @@ from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import RoomParts
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.holders import Holders, RunningOrder
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies, Prefixes, PrefixKeys
@@ -32,6 +31,7 @@ from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import DiskTransfer
 from fastserve_backend.metrics.counters import EngineCounters
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import DeviceRoom, RoomParts
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.holders import RoundState
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
-from fastserve_backend.kv_cache.tiers import Transfer
+from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.offers import EVERYWHERE, TAKEN, OfferAnswer, OfferOutcome
 
 # What is closed, as a sum: the index of ``_answers``. Nothing is 0.

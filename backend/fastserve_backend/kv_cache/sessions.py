@@ -14,21 +14,19 @@ paused for long will probably pause for long still. So the least recent KV is wo
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
-from fastserve_backend.kv_cache.disk_tier import DiskTransfer
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.session_history import SessionHistory, SessionKey
-from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from fastserve_backend.kv_cache.session_reuse import SessionReuse
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer, TransferKind
 from fastserve_backend.metrics.counters import EngineCounters
 
 # Most seconds of one copy to the host, since jobs may need the link or the blocks next.
@@ -82,7 +80,7 @@ class HeldSessions:
         self._costs = costs
         self._history = history
         self._counters = counters
-        self._rotary_switch = rotary_switch
+        self._reuse = SessionReuse(tiers.has_windows, rotary_switch)
         # Strategy defer promises blocks to jobs before they run.
         self._is_on = config.strategy != "defer"
         self._swaps_are_lossy = config.swaps_are_lossy
@@ -161,33 +159,30 @@ class HeldSessions:
             or (transfer is not None and transfer.kind is not TransferKind.WRITE_BACK)
         ):
             return 0
-        # A step sent ahead may have computed a token behind a stop word.
-        num_tokens = len(job.prompt_ids) + len(job.output_ids)
-        if job.num_computed > num_tokens and self._tiers.has_windows:
-            return 0  # the window of its last token may be gone
-        return 0 if self._rotates_anew(job) else min(job.num_computed, num_tokens)
+        return self._reuse.num_to_hold(job)
 
     def _give_kv(self, job: Job, now: float) -> None:
         """Give an arriving job what its session holds, unless that is being copied or read."""
         key = SessionKey.of(job)
         turn = None if key is None else self._turns.get(key)
-        if turn is not None and not self._tiers.is_idle(turn.job.number):
-            return
-        num_tokens = 0 if turn is None else self._num_common(turn, job)
-        is_of_use = turn is not None and num_tokens >= _LEAST_SHARE * turn.num_tokens
-        if is_of_use and turn is not None and turn.job.number in self._on_disk:
-            if self._waits_for_read(turn, num_tokens, now):
-                return
-            is_of_use = False
-        del self._arriving[job.number]
-        if turn is not None and is_of_use:
-            self._hand_over(turn, job, num_tokens)
-            self._counters.session_hit_tokens += num_tokens
-            self._counters.session_miss_tokens += len(job.prompt_ids) - num_tokens
-            return
+        num_tokens = 0
         if turn is not None:
-            self._give_up(turn)
-        self._counters.session_miss_tokens += len(job.prompt_ids)
+            if not self._tiers.is_idle(turn.job.number):
+                return
+            num_tokens = self._reuse.num_common(turn.job, turn.num_tokens, job)
+            if num_tokens < _LEAST_SHARE * turn.num_tokens:
+                num_tokens = 0
+            elif turn.job.number in self._on_disk:
+                if self._waits_for_read(turn, num_tokens, now):
+                    return
+                num_tokens = 0
+            if num_tokens:
+                self._hand_over(turn, job, num_tokens)
+            else:
+                self._give_up(turn)
+        del self._arriving[job.number]
+        self._counters.session_hit_tokens += num_tokens
+        self._counters.session_miss_tokens += len(job.prompt_ids) - num_tokens
 
     def _hand_over(self, turn: _HeldTurn, job: Job, num_tokens: int) -> None:
         self._forget(turn)
@@ -200,22 +195,6 @@ class HeldSessions:
         self._holders.add(job)
         if is_on_device:
             self._prefixes.publish(job)
-
-    def _num_common(self, turn: _HeldTurn, job: Job) -> int:
-        """Of how many of its first tokens the job gets the KV."""
-        if job.needs_whole_prompt:
-            return 0
-        held = turn.job.prompt_ids + turn.job.output_ids
-        # The job has to compute at least one token to get its next one.
-        most = min(turn.num_tokens, len(job.prompt_ids) - 1)
-        num_common = _num_equal(held[:most], job.prompt_ids[:most])
-        if num_common < turn.num_tokens and self._tiers.has_windows:
-            return 0  # what the windows of earlier tokens saw is gone
-        return 0 if self._rotates_anew(job) else num_common
-
-    def _rotates_anew(self, job: Job) -> bool:
-        """Whether the job has, or may have, other keys than a shorter job."""
-        return self._rotary_switch is not None and job.num_tokens > self._rotary_switch
 
     # --- Room for jobs ------------------------------------------------------------------------
 
@@ -441,9 +420,3 @@ class HeldSessions:
         self._turns.move_to_end(turn.key)
         self._reads.append(self._disk.read(number, now))
         return True
-
-
-def _num_equal(first: array[int], second: array[int]) -> int:
-    """How many tokens both begin with; they are equally long."""
-    differ = np.frombuffer(first, np.int32) != np.frombuffer(second, np.int32)
-    return int(differ.argmax()) if differ.any() else len(first)

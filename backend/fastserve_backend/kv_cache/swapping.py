@@ -11,7 +11,8 @@ from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.sessions import HeldSessions
-from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import TransferKind
 from fastserve_backend.metrics.counters import EngineCounters
 
 _log = logging.getLogger(__name__)

@@ -8,48 +8,15 @@ the job's next tokens see.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.disk_tier import DiskTier
 from fastserve_backend.kv_cache.held_blocks import HeldBlocks, HeldJobs
+from fastserve_backend.kv_cache.transfers import Transfer, TransferKind
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
-
-
-class TransferKind(enum.Enum):
-    SWAP_OUT = "swap_out"
-    """Device to host. The device blocks are free when it ends."""
-    WRITE_BACK = "write_back"
-    """Device to host, full blocks ahead of a swap-out. The job may run meanwhile."""
-    SWAP_IN = "swap_in"
-    """Host to device. The job may run when it ends."""
-
-    @property
-    def is_out(self) -> bool:
-        return self is not TransferKind.SWAP_IN
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One job's copies of blocks: ``device_blocks[i]`` to or from ``host_blocks[i]``.
-
-    The last block of each group comes behind all others.
-    """
-
-    id: int
-    job_number: int
-    kind: TransferKind
-    device_blocks: array[int]
-    host_blocks: array[int]
-    num_last: int
-    """How many blocks are the last of their group. The others are full."""
-    num_tokens: int
-    """How many of the job's first tokens both tiers have when it ends, as far as layers with a
-    window see them."""
 
 
 class TwoTierKV:

@@ -32,8 +32,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _MOST_PARENT_BYTES = 45
 # Triton starts stubs by a shell command, and does not quote their paths.
 _NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
-
-
 # Larger blocks go back to the system when tritonserver frees them. By default glibc raises this
 # threshold by itself and keeps freed blocks: 1.3 GB after some hundred bodies of 10 MB, 32 at
 # a time.

@@ -42,7 +42,7 @@ class BuiltRank(NamedTuple):
 
 
 def build_rank(setup: Setup, rendezvous: Path | None) -> BuiltRank:
-    """
+    """Load the model and allocate the rank's memory.
 
     Every rank must call this: they meet on the way.
 

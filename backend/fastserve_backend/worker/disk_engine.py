@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class DiskEngine:
     """Two threads that copy blocks, each in the order of its messages. Reads wait for no write.
 
-    The engine requests a copy only when the blocks that it copies have been written, and uses the
+    The engine requests a copy only when the blocks that it copies have been written. It uses the
     blocks of a read only when it has the result. It may use those of a write earlier: it does not
     read those slots then.
 

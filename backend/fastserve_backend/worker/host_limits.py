@@ -20,8 +20,6 @@ from fastserve_backend.models.loader import torch_dtype
 
 # Control groups of version 2, as a container sees its own. A host's root has no limits.
 _CGROUP = Path("/sys/fs/cgroup")
-
-
 # A third of three cores is one core, whatever the last bit of a float says.
 _ROUNDING = 1e-6
 

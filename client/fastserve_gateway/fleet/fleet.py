@@ -19,8 +19,8 @@ from fastserve_client.results import Chunk, Completion, Tokenization
 
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
 from fastserve_gateway.fleet.routed_request import routed_request
-from fastserve_gateway.fleet.watched_server import Health, WatchedServer
-from fastserve_gateway.routing.request import Choice, RoutedRequest
+from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
+from fastserve_gateway.routing.request import RoutedRequest, ServerChoice
 from fastserve_gateway.routing.router import Router
 from fastserve_gateway.routing.server_load import ServerLoad
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 
+# A job is sent to no more servers. It may be what kills them; and where all are full, each of them
+# would have to refuse it.
 _MAX_TRIES = 4
-"""Servers that one job is sent to at most: a job may be what kills them, and where all are full,
-each of them would have to refuse it."""
-_ORDER = (Health.UP, Health.UNKNOWN, Health.SILENT, Health.DOWN)
-"""In which servers are asked what any of them can answer."""
+# In this order servers are asked what any of them can answer.
+_ASK_ORDER = (ServerHealth.UP, ServerHealth.UNKNOWN, ServerHealth.SILENT, ServerHealth.DOWN)
 
 
 class Fleet:
@@ -57,8 +57,10 @@ class Fleet:
         self._metrics = metrics
         self._router = Router(list(clients))
         self._servers = [
-            WatchedServer(url, client, partial(self._on_load, at), partial(self._on_health, at))
-            for at, (url, client) in enumerate(clients.items())
+            WatchedServer(
+                url, client, partial(self._on_load, number), partial(self._on_health, number)
+            )
+            for number, (url, client) in enumerate(clients.items())
         ]
         self._silent: set[int] = set()
         self._followers: list[asyncio.Task[None]] = []
@@ -106,7 +108,7 @@ class Fleet:
                 answer = await attempt.client.generate(
                     prompt, request_id=request_id, trace_context=trace_context, **options
                 )
-                self._router.on_first_token(attempt.choice, time.monotonic())
+                self._router.on_first_token(attempt.choice)
                 return answer
 
     async def describe(self, *, timeout_s: float) -> ModelDescription:
@@ -139,7 +141,9 @@ class Fleet:
         """Whether at least one server has the model and answers."""
         if not self._chooses:
             return await self._servers[0].client.is_ready()
-        return any(server.health in (Health.UP, Health.SILENT) for server in self._servers)
+        return any(
+            server.health in (ServerHealth.UP, ServerHealth.SILENT) for server in self._servers
+        )
 
     async def close(self) -> None:
         """Ends running jobs with an error."""
@@ -184,9 +188,11 @@ class Fleet:
                 raise
             refusals[choice.server] = error.with_traceback(None)  # which refers to the prompt
         finally:
-            self._router.on_end(choice, time.monotonic())
+            self._router.on_end(choice)
 
-    def _choose(self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]) -> Choice:
+    def _choose(
+        self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]
+    ) -> ServerChoice:
         tried = refusals.keys()
         if len(tried) < _MAX_TRIES:
             for excluded in (tried | self._silent, tried):
@@ -202,7 +208,7 @@ class Fleet:
     async def _ask(self, ask: Callable[[AsyncFastServeClient], Awaitable[ResultT]]) -> ResultT:
         """The answer of any server to what is no job."""
         servers = random.sample(self._servers, len(self._servers))
-        servers.sort(key=lambda server: _ORDER.index(server.health))
+        servers.sort(key=lambda server: _ASK_ORDER.index(server.health))
         *others, last = servers[:_MAX_TRIES]
         for server in others:
             try:
@@ -213,24 +219,26 @@ class Fleet:
 
     def _on_first_token(self, attempt: _Attempt) -> None:
         now_s, choice = time.monotonic(), attempt.choice
-        self._router.on_first_token(choice, now_s)
+        self._router.on_first_token(choice)
         labels = self._model, self._servers[choice.server].name
         self._metrics.first_token_s.labels(*labels).observe(now_s - attempt.sent_s)
         if self._chooses:
             self._metrics.expected_s.labels(*labels).observe(choice.delay_s)
 
-    def _on_load(self, server: int, load: ServerLoad) -> None:
-        self._router.on_load(server, load, time.monotonic())
+    def _on_load(self, number: int, load: ServerLoad) -> None:
+        self._router.on_load(number, load, time.monotonic())
 
-    def _on_health(self, at: int) -> None:
-        server = self._servers[at]
-        is_up = server.health is Health.UP
+    def _on_health(self, number: int) -> None:
+        server = self._servers[number]
+        is_up = server.health is ServerHealth.UP
         self._metrics.up.labels(self._model, server.name).set(is_up)
-        (self._silent.add if server.health is Health.SILENT else self._silent.discard)(at)
-        if is_up:
-            self._router.on_up(at, time.monotonic())
-        elif server.health is Health.DOWN:
-            self._router.on_down(at, time.monotonic())
+        self._silent.discard(number)
+        if server.health is ServerHealth.SILENT:
+            self._silent.add(number)
+        elif is_up:
+            self._router.on_up(number)
+        elif server.health is ServerHealth.DOWN:
+            self._router.on_down(number)
 
 
 @dataclass(slots=True)
@@ -238,7 +246,7 @@ class _Attempt:
     """One job at one server."""
 
     client: AsyncFastServeClient
-    choice: Choice
+    choice: ServerChoice
     sent_s: float
     has_begun: bool = False
     """Whether its client has got a token."""

@@ -24,7 +24,7 @@ SILENT_S = 5.0
 """A server without a picture for so long is in a long iteration, or hangs."""
 
 
-class Health(Enum):
+class ServerHealth(Enum):
     UNKNOWN = "unknown"
     """It has not answered yet. It is tried like one that is up."""
     UP = "up"
@@ -54,7 +54,7 @@ class WatchedServer:
     ) -> None:
         self.name = name
         self.client = client
-        self.health = Health.UNKNOWN
+        self.health = ServerHealth.UNKNOWN
         self._on_load = on_load
         self._on_health = on_health
 
@@ -66,13 +66,17 @@ class WatchedServer:
                 async with self.client.watch(INTERVAL_S) as watch:
                     while True:
                         state = await self._next_picture(watch)
-                        self._note(Health.UP, "it shows its state")
+                        self._note(ServerHealth.UP, "it shows its state")
                         self._on_load(ServerLoad.of(state))
                         delay_s = FIRST_DELAY_S
             except ServerOverloaded as error:  # others watch it, so it works
-                self._note(Health.UP, str(error))
+                self._note(ServerHealth.UP, str(error))
             except ClientError as error:
-                self._note(Health.DOWN, str(error))
+                self._note(ServerHealth.DOWN, str(error))
+            except Exception as error:  # a bug: without this the server would stay as it is
+                if self.health is not ServerHealth.DOWN:
+                    logger.exception("watching %s failed", self.name)
+                self._note(ServerHealth.DOWN, repr(error))
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
@@ -81,8 +85,8 @@ class WatchedServer:
         picture = asyncio.ensure_future(anext(watch))
         try:
             while not (await asyncio.wait((picture,), timeout=SILENT_S))[0]:
-                if self.health is not Health.DOWN:
-                    self._note(Health.SILENT, f"it has shown no state for {SILENT_S:g} s")
+                if self.health is not ServerHealth.DOWN:
+                    self._note(ServerHealth.SILENT, f"it has shown no state for {SILENT_S:g} s")
                 # Also finds out that the host is gone: a watch sends nothing by itself.
                 if not await self.client.is_ready(SILENT_S):
                     raise ConnectionFailed("it neither shows its state nor says that it is ready")
@@ -90,13 +94,13 @@ class WatchedServer:
         finally:
             await cancel_all((picture,))
 
-    def _note(self, health: Health, reason: str) -> None:
+    def _note(self, health: ServerHealth, reason: str) -> None:
         if health is self.health:
             return
-        is_first = self.health is Health.UNKNOWN
+        is_first = self.health is ServerHealth.UNKNOWN
         self.health = health
-        if not (is_first and health is Health.UP):
-            level = logging.INFO if health is Health.UP else logging.WARNING
+        if not (is_first and health is ServerHealth.UP):
+            level = logging.INFO if health is ServerHealth.UP else logging.WARNING
             logger.log(
                 level, "%s, model %s: %s: %s", self.name, self.client.model, health.value, reason
             )

@@ -1,8 +1,8 @@
 """Rendezvous hashing: an order of the servers for each key, equal in all gateways.
 
-Each pair of a key and a server has a score, and the highest one wins (Thaler and Ravishankar,
-"Using name-based mappings to increase hit rates", 1998). If a server leaves, only its own keys
-move.
+Each pair of a key and a server has a score, and the highest one wins. If a server leaves, only its
+own keys move. Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates",
+1998.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class RoutedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ServerChoice:
     """The server that a request goes to. It also names the request in later calls."""
 
     number: int

@@ -16,7 +16,7 @@ from typing import Final
 
 from fastserve_gateway.routing.prefix_memory import PrefixMemory
 from fastserve_gateway.routing.rendezvous import Rendezvous, stable_hash
-from fastserve_gateway.routing.request import Choice, RoutedRequest
+from fastserve_gateway.routing.request import RoutedRequest, ServerChoice
 from fastserve_gateway.routing.server_load import ServerLoad
 from fastserve_gateway.routing.server_queue import STALE_S, ServerQueue
 
@@ -68,7 +68,7 @@ class Router:
 
     def choose(
         self, request: RoutedRequest, now_s: float, excluded: Collection[int] = ()
-    ) -> Choice | None:
+    ) -> ServerChoice | None:
         """The best server for a request. It counts as sent there until ``on_end``.
 
         Args:
@@ -104,14 +104,14 @@ class Router:
             server = self._rendezvous.first(number if key is None else key, equals)
         return self._send(number, request, server, cached.get(server, 0.0), now_s)
 
-    def on_first_token(self, choice: Choice, now_s: float) -> None:
+    def on_first_token(self, choice: ServerChoice) -> None:
         """The first token of a request has come."""
         sent = self._open.get(choice.number)
         if sent is not None:
             sent.has_begun = True
             self._queues[choice.server].on_first_token(choice.number)
 
-    def on_end(self, choice: Choice, now_s: float) -> None:
+    def on_end(self, choice: ServerChoice) -> None:
         """A request has ended, also by an error. Later calls for it do nothing."""
         sent = self._open.pop(choice.number, None)
         if sent is None:
@@ -132,7 +132,7 @@ class Router:
         self._computed_tokens[server] += new_tokens
         self._memory.on_computed(server, new_tokens, load.kv_tokens)
 
-    def on_down(self, server: int, now_s: float) -> None:
+    def on_down(self, server: int) -> None:
         """A server takes no requests until ``on_up``. What it kept counts as lost."""
         self._up[server] = False
         self._computed_tokens[server] = 0  # it may come back as another process
@@ -140,7 +140,7 @@ class Router:
         kept = [(name, last) for name, last in self._sessions.items() if last[0] != server]
         self._sessions = OrderedDict(kept)
 
-    def on_up(self, server: int, now_s: float) -> None:
+    def on_up(self, server: int) -> None:
         """A server takes requests again."""
         self._up[server] = True
 
@@ -177,10 +177,12 @@ class Router:
 
     def _send(
         self, number: int, request: RoutedRequest, server: int, cached: float, now_s: float
-    ) -> Choice:
+    ) -> ServerChoice:
         queue = self._queues[server]
         computed = request.prompt_tokens - cached
-        choice = Choice(number, server, queue.wait_s + computed * queue.s_per_token, int(cached))
+        choice = ServerChoice(
+            number, server, queue.wait_s + computed * queue.s_per_token, int(cached)
+        )
         self._open[number] = _Open(request)
         queue.on_sent(number, computed, now_s)
         self._memory.note(request.prefixes, server)

@@ -22,6 +22,8 @@ _PORTS = {
     "https": _TLS_PORT,
 }
 _HOST = re.compile(r"[\w.:%-]+", re.ASCII)
+_USER = re.compile(r"^(\w+://)?.*@", re.DOTALL)
+_QUERY = re.compile(r"[?#].*", re.DOTALL)
 _FOUR_NUMBERS = re.compile(r"\d+(\.\d+){3}", re.ASCII)
 
 
@@ -83,6 +85,11 @@ class Endpoint:
         return f"{self.scheme}://{self.target}"
 
 
+def without_keys(url: str) -> str:
+    """A URL for messages and logs: a user, a query or a fragment may hold a password or a key."""
+    return _QUERY.sub("?…", _USER.sub(r"\1…@", url))
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
@@ -93,5 +100,6 @@ def _is_address(host: str) -> bool:
 
 def _bad_url(url: str, reason: str) -> InvalidRequest:
     return InvalidRequest(
-        f"url: got {url!r}; {reason}; write it like {DEFAULT_URL} or {DEFAULT_HTTP_URL}"
+        f"url: got {without_keys(url)!r}; {reason}; "
+        f"write it like {DEFAULT_URL} or {DEFAULT_HTTP_URL}"
     )

@@ -24,7 +24,8 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ServerUnavailable(ClientError):
-    """The server takes no new request now (``UNAVAILABLE``): its queue is full or it drains.
+    """The server takes no new request now (``UNAVAILABLE``): its queue is full, it drains, or it
+    does not have the model.
 
     Trying again later can succeed.
     """
@@ -96,9 +97,12 @@ _RETRY_AFTER = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
 _OVERLOADED = re.compile(
     rf"\b(requests are queued|others watch) already\b|{_RETRY_AFTER.pattern}", re.IGNORECASE
 )
-# Triton itself says "not healthy" of a model whose process has died, until the server restarts.
+# Triton itself says "not healthy" of a model whose process has died, until the server restarts, and
+# "unknown" of one that is not loaded, also while it unloads and before it is ready again.
 _UNAVAILABLE = re.compile(
-    r"\b(try again later|shutting down|draining|not ready|not healthy)\b", re.IGNORECASE
+    r"^(\[request id: .*?\] )?request for unknown model: "
+    r"|\b(try again later|shutting down|draining|not ready|not healthy)\b",
+    re.IGNORECASE,
 )
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 

@@ -79,6 +79,8 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         # A task of its own reads, and ends with the call. If the task of a read is cancelled,
         # grpcio 1.85 never frees its memory (github.com/grpc/grpc/issues/43360).
         read = asyncio.ensure_future(self._read())
+        # Nobody waits for it any more if the call is cancelled; asyncio would log its error then.
+        read.add_done_callback(_take_error)
         try:
             response = await asyncio.shield(read)
         except asyncio.CancelledError:
@@ -120,6 +122,11 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         self._cancelled = True
         if self._end is None:
             self._call.cancel()
+
+
+def _take_error(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _task_is_cancelled() -> bool:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.errors import ApiError, invalid
-from fastserve_gateway.schemas import RequestBody
+from fastserve_gateway.schemas import MAX_SESSION_ID_CHARS, RequestBody
 
 # llm-d's router, an endpoint picker of Kubernetes' inference gateways, has these names beside ours.
 _LLM_D_HEADERS = {
@@ -24,8 +24,8 @@ def service_options(body: RequestBody, headers: Headers, caller: Caller) -> Serv
     """What the request's jobs ask for. The server checks the ranges of these values.
 
     Raises:
-        ApiError: an objective is no time, or the request names a tenant although it has a key
-            (400); or its key does not allow the priority (403).
+        ApiError: an objective is no time, the session's header is too long, or the request names a
+            tenant although it has a key (400); or its key does not allow the priority (403).
     """
     priority, most_urgent = body.wanted_priority, caller.most_urgent_priority
     if most_urgent is not None:
@@ -46,8 +46,17 @@ def service_options(body: RequestBody, headers: Headers, caller: Caller) -> Serv
         ttft_slo_ms=_objective(headers, protocol.TTFT_SLO_MS),
         tpot_slo_ms=_objective(headers, protocol.TPOT_SLO_MS),
         tenant=body.tenant if caller.tenant is None else caller.tenant,
-        session_id=body.session_id or headers.get(protocol.SESSION_HEADER),
+        session_id=body.session_id or _session(headers),
     )
+
+
+def _session(headers: Headers) -> str | None:
+    """The gateway remembers sessions, so their length is bounded as in a body."""
+    session = headers.get(protocol.SESSION_HEADER)
+    if session is not None and len(session) > MAX_SESSION_ID_CHARS:
+        allowed = f"must have at most {MAX_SESSION_ID_CHARS} characters"
+        raise invalid(protocol.SESSION_ID, f"got {len(session)} characters; {allowed}")
+    return session
 
 
 def _objective(headers: Headers, field: str) -> float | None:

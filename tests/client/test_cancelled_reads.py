@@ -1,4 +1,4 @@
-"""A call that is cancelled while it waits for a response leaks no memory."""
+"""A call that is cancelled while it waits for a response leaks no memory, and logs nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import ctypes
 import gc
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 
+import pytest
 from fastserve_client.endpoint import Endpoint
-from fastserve_client.grpc_aio_transport import AioGrpcTransport
+from fastserve_client.grpc_aio_transport import AioGrpcCall, AioGrpcTransport
 from fastserve_client.request import InferRequest
 
 AT_ONCE = 16
@@ -75,6 +77,37 @@ async def cancel_calls(transport: AioGrpcTransport, how_many: int) -> None:
 
     await asyncio.gather(*(cancel_one_after_the_other() for _ in range(AT_ONCE)))
     await asyncio.sleep(0.2)
+
+
+async def test_an_error_after_a_cancelled_read_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The connection breaks in the moment in which the caller goes away."""
+    broken: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    call = AioGrpcCall(Broken(broken), "", asyncio.Event(), set())
+    reader = asyncio.ensure_future(anext(call))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.wait((reader,))
+    broken.set_exception(ConnectionResetError())
+    await asyncio.sleep(0.01)
+    del reader  # its traceback refers to the task that read
+    gc.collect()
+    assert caplog.messages == []
+
+
+class Broken:
+    """A call of gRPC whose only response is an error, in spite of its cancellation."""
+
+    def __init__(self, response: asyncio.Future[object]) -> None:
+        self._response = response
+
+    def cancel(self) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[object]:
+        yield await self._response
 
 
 async def test_cancelled_reads_are_freed() -> None:

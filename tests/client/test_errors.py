@@ -55,6 +55,9 @@ from fastserve_client.retry import RetryPolicy
         ("the server is shutting down and takes no new requests", ServerUnavailable),
         # Triton's words since release 25.05.
         ("GRPC server is shutting down and has stopped accepting new requests.", ServerUnavailable),
+        # Triton's words for a model that it does not have, now or ever.
+        ("Request for unknown model: 'fastserve' has no available versions", ServerUnavailable),
+        ("Request for unknown model: 'fastserve' is not found", ServerUnavailable),
         ("the job was cancelled", RequestCancelled),
         ("rank 0 died (signal 9)", ServerError),
         (
@@ -73,7 +76,6 @@ from fastserve_client.retry import RetryPolicy
             "inference input 'seed' data-type is 'INT32', but model 'fastserve' expects 'UINT64'",
             InvalidRequest,
         ),
-        ("Request for unknown model: 'nosuch' is not found", ServerError),
         ("", ServerError),
     ],
 )
@@ -153,7 +155,8 @@ def test_a_lost_connection_says_why_and_what_to_do(details: str, reason: str) ->
     [
         (400, "max_tokens: got -1; must be an integer, 1 to 9", InvalidRequest),
         (400, "something of Triton's own", InvalidRequest),
-        (404, "Request for unknown model: 'nosuch' is not found", ServerError),
+        (404, "Request for unknown model: 'nosuch' is not found", ServerUnavailable),
+        (404, "something of Triton's own", ServerError),
         (500, "failed to parse the request JSON buffer: Invalid value. at 0", ServerError),
         (500, "rank 0 died (signal 9)", ServerError),
         (503, "4096 requests are queued already; try again later", ServerOverloaded),

@@ -75,6 +75,48 @@ def test_what_cannot_be_sent_is_an_error_at_the_start(
         open_tracer("fastserve")
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        (ENDPOINT, "ftp://user:s3cret@collector"),
+        (ENDPOINT, "http://user:s3cret@"),
+        (ENDPOINT, "http://user:s3cret@collector:99999"),
+        (ENDPOINT, "user:s3cret@collector"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "Bearer s3cret"),
+        ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", 'a=b, key="s3cret"'),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "10"),  # less than a batch has
+        ("OTEL_BSP_SCHEDULE_DELAY", "-1"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"),
+    ],
+)
+def test_a_wrong_variable_is_an_error_that_has_no_keys(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(TracesError) as raised:
+        open_tracer("fastserve")
+    assert "s3cret" not in str(raised.value) + caplog.text
+
+
+@pytest.mark.parametrize("protocol", ["", "http/protobuf"])
+def test_the_log_has_the_endpoint_without_its_keys(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str
+) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://user:s3cret@127.0.0.1:9/traces?key=s3cret")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Bearer s3cret,a=b%20c")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "5")
+    tracer = open_tracer("fastserve")
+    assert tracer is not None
+    tracer.start("job", {}).end()
+    wait_for(lambda: any("cannot be sent" in text for text in caplog.messages))
+    tracer.close()
+    assert "http://…@127.0.0.1:9/traces?…" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
 def test_a_missing_package_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)

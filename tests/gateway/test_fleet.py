@@ -38,6 +38,17 @@ class Server:
     num_jobs: int = 0
     read: list[Chunk] = field(default_factory=list)
     closed: bool = False
+    hangs: bool = False
+    model: str = "m"
+
+    def watch(self, interval_s: float) -> Server:
+        return Server(hangs=True) if self.hangs else Server(FULL, len(CHUNKS))
+
+    async def is_ready(self, timeout_s: float) -> bool:
+        return not self.hangs
+
+    async def close(self) -> None:
+        pass
 
     def stream(self, prompt: str, **options: Any) -> Self:
         self.num_jobs += 1
@@ -58,6 +69,8 @@ class Server:
         return self
 
     async def __anext__(self) -> Chunk:
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.error is not None and len(CHUNKS) - len(self.read) == self.num_chunks:
             raise self.error
         if not self.read:
@@ -70,8 +83,8 @@ def fleet_of(*servers: Server) -> Fleet:
     return Fleet("m", clients, FleetMetrics(CollectorRegistry()))
 
 
-async def text_of(fleet: Fleet) -> str:
-    async with aclosing(fleet.stream("Hello", **NO_TRACE)) as chunks:
+async def text_of(fleet: Fleet, prompt: str = "Hello") -> str:
+    async with aclosing(fleet.stream(prompt, **NO_TRACE)) as chunks:
         return "".join([chunk.text async for chunk in chunks])
 
 
@@ -138,6 +151,20 @@ async def test_a_cancelled_task_closes_the_stream() -> None:
     assert server.closed
 
 
+async def test_what_a_hanging_server_has_not_begun_goes_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection holds, so nothing else ends these jobs."""
+    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 0.05)
+    hung = Server(hangs=True)
+    async with fleet_of(hung, Server()) as fleet:
+        texts = await asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
+        assert hung.num_jobs > 0
+        hung.num_jobs = 0
+        wholes = await asyncio.gather(*(fleet.generate(str(n), **NO_TRACE) for n in range(9)))
+    assert texts == [whole.text for whole in wholes] == ["ab"] * 9
+
+
 async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None:
     class Unwatchable:
         model = "m"
@@ -148,7 +175,7 @@ async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None
             raise RuntimeError("a bug")
 
     client: Any = Unwatchable()
-    server = WatchedServer("a", client, lambda load: None, lambda: None)
+    server = WatchedServer("a", client, lambda load: None, lambda: None, lambda: None)
     task = asyncio.create_task(server.follow())
     async with asyncio.timeout(30.0):
         while client.num_tries < 2:

@@ -249,6 +249,12 @@ def test_fields_that_are_wrong(alone: TestClient, fields: dict[str, Any], param:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_a_session_in_a_header_is_no_longer_than_in_a_body(alone: TestClient) -> None:
+    """The gateway would remember it, though the server refuses it."""
+    answer = alone.post("/v1/completions", json=PROMPT, headers={"x-session-id": "a" * 129})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
+
+
 @pytest.mark.parametrize(
     ("fields", "headers", "param"),
     [

@@ -5,8 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -14,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.cancelling import cancel_all
-from fastserve_client.errors import ServerOverloaded, ServerUnavailable
+from fastserve_client.errors import ConnectionFailed, ServerOverloaded, ServerUnavailable
 from fastserve_client.results import Chunk, Completion, Tokenization
 
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
@@ -58,11 +66,17 @@ class Fleet:
         self._router = Router(list(clients))
         self._servers = [
             WatchedServer(
-                url, client, partial(self._on_load, number), partial(self._on_health, number)
+                url,
+                client,
+                partial(self._on_load, number),
+                partial(self._on_health, number),
+                partial(self._on_lost, number),
             )
             for number, (url, client) in enumerate(clients.items())
         ]
         self._silent: set[int] = set()
+        # Of each server: the waits for what it has not begun.
+        self._waits: list[set[asyncio.Timeout]] = [set() for _ in clients]
         self._followers: list[asyncio.Task[None]] = []
 
     @property
@@ -85,10 +99,13 @@ class Fleet:
                 async with attempt.client.stream(
                     prompt, request_id=request_id, trace_context=trace_context, **options
                 ) as chunks:
+                    async with self._unless_lost(attempt):
+                        first = await anext(chunks, None)
+                    if first is not None:
+                        attempt.has_begun = True
+                        self._on_first_token(attempt)
+                        yield first
                     async for chunk in chunks:
-                        if not attempt.has_begun:
-                            attempt.has_begun = True
-                            self._on_first_token(attempt)
                         yield chunk
                 return
 
@@ -105,9 +122,10 @@ class Fleet:
         refusals: dict[int, ServerUnavailable] = {}
         while True:
             with self._attempt(request, refusals) as attempt:
-                answer = await attempt.client.generate(
-                    prompt, request_id=request_id, trace_context=trace_context, **options
-                )
+                async with self._unless_lost(attempt):
+                    answer = await attempt.client.generate(
+                        prompt, request_id=request_id, trace_context=trace_context, **options
+                    )
                 self._router.on_first_token(attempt.choice)
                 return answer
 
@@ -190,6 +208,20 @@ class Fleet:
         finally:
             self._router.on_end(choice)
 
+    @asynccontextmanager
+    async def _unless_lost(self, attempt: _Attempt) -> AsyncIterator[None]:
+        """Waits for what a server has not begun. Raises ConnectionFailed: the server hangs."""
+        waits = self._waits[attempt.choice.server]
+        try:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                try:
+                    yield
+                finally:
+                    waits.discard(wait)
+        except TimeoutError:
+            raise ConnectionFailed("the server does not answer any more") from None
+
     def _choose(
         self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]
     ) -> ServerChoice:
@@ -227,6 +259,11 @@ class Fleet:
 
     def _on_load(self, number: int, load: ServerLoad) -> None:
         self._router.on_load(number, load, time.monotonic())
+
+    def _on_lost(self, number: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for wait in self._waits[number]:
+            wait.reschedule(now_s)
 
     def _on_health(self, number: int) -> None:
         server = self._servers[number]

@@ -43,6 +43,8 @@ class WatchedServer:
         name: its URL, which has no credentials.
         on_load: called with each picture's load.
         on_health: called after each change of ``health``.
+        on_lost: called when it neither shows its state nor says that it is ready. Its connection
+            may hold for ever, such as that of a container that is paused.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class WatchedServer:
         client: AsyncFastServeClient,
         on_load: Callable[[ServerLoad], None],
         on_health: Callable[[], None],
+        on_lost: Callable[[], None],
     ) -> None:
         self.name = name
         self.client = client
         self.health = ServerHealth.UNKNOWN
         self._on_load = on_load
         self._on_health = on_health
+        self._on_lost = on_lost
 
     async def follow(self) -> None:
         """Never returns."""
@@ -89,6 +93,7 @@ class WatchedServer:
                     self._note(ServerHealth.SILENT, f"it has shown no state for {SILENT_S:g} s")
                 # Also finds out that the host is gone: a watch sends nothing by itself.
                 if not await self.client.is_ready(SILENT_S):
+                    self._on_lost()
                     raise ConnectionFailed("it neither shows its state nor says that it is ready")
             return picture.result()
         finally:

@@ -25,6 +25,7 @@ from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
 from launched import is_serving, leaving_nothing, server_of, start_launcher, start_server
+from model_control import ModelControl
 from serving_client import STATUS_HEADER, GrpcStream, metric, used_blocks
 from waiting import wait_for
 
@@ -99,6 +100,11 @@ def test_large_blocks_go_back_to_the_system_in_the_server_and_not_in_ranks(
     variable = b"MALLOC_MMAP_THRESHOLD_="
     assert variable in Path(f"/proc/{server.pid}/environ").read_bytes()
     assert variable not in Path(f"/proc/{rank_pid(server.runtime)}/environ").read_bytes()
+
+
+def test_no_key_loads_models_unless_model_control_is_on(server: TritonServer) -> None:
+    answer = ModelControl(server).load(protocol.MODEL_NAME)
+    assert (answer.status_code, "not allowed" in answer.text) == (503, True), answer.text
 
 
 def test_runtime_directory_is_private_and_locked(server: TritonServer) -> None:

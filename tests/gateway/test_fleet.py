@@ -59,6 +59,9 @@ class Server:
         async with self.stream(prompt) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])
 
+    async def detokenize(self, token_ids: list[int]) -> str:
+        return (await anext(self.stream(""))).text
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -160,9 +163,11 @@ async def test_what_a_hanging_server_has_not_begun_goes_to_the_next(
     fleet = fleet_of(hung, Server())
     texts = asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
     wholes = asyncio.gather(*(fleet.generate(str(n), **NO_TRACE) for n in range(9)))
+    asked = asyncio.gather(*(fleet.detokenize([n]) for n in range(9)))
     while not texts.done() and not hung.num_jobs:
         await asyncio.sleep(0)
     async with fleet:
+        assert await asked == ["a"] * 9
         assert await texts == [whole.text for whole in await wholes] == ["ab"] * 9
     assert hung.num_jobs > 0
 
@@ -186,7 +191,7 @@ async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None
             raise RuntimeError("a bug")
 
     client: Any = Unwatchable()
-    server = WatchedServer("a", client, lambda load: None, lambda: None, lambda: None)
+    server = WatchedServer("a", client, lambda load: None, lambda: None)
     task = asyncio.create_task(server.follow())
     async with asyncio.timeout(30.0):
         while client.num_tries < 2:

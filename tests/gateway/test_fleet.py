@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
 FULL = ServerOverloaded("4 requests are queued already; try again later")
+AT_LIMIT = ServerOverloaded("the tenant 'b' has used its tokens; try again in 60 s")
 GONE = ConnectionFailed("gone")
 NO_TRACE: dict[str, Any] = {"request_id": "", "trace_context": None}
 
@@ -120,6 +121,15 @@ async def test_what_has_begun_is_not_begun_again() -> None:
 async def test_one_that_is_full_decides_the_error(errors: list[ClientError]) -> None:
     with pytest.raises(ServerOverloaded):
         await text_of(fleet_of(*map(Server, errors)))
+
+
+@pytest.mark.parametrize("errors", [[AT_LIMIT, FULL], [FULL, AT_LIMIT]])
+async def test_the_client_hears_of_the_server_that_may_take_it_first(
+    errors: list[ClientError],
+) -> None:
+    with pytest.raises(ServerOverloaded) as refused:
+        await text_of(fleet_of(*map(Server, errors)))
+    assert refused.value is FULL
 
 
 async def test_a_job_that_kills_its_servers_does_not_kill_all() -> None:

@@ -215,7 +215,8 @@ class Fleet:
             raise ServerUnavailable(f"no server of model {self._model} takes requests")
         errors = list(refusals.values())
         full = [error for error in errors if isinstance(error, ServerOverloaded)]
-        raise (full or errors)[-1]
+        # One whose queue is full may take the job sooner than one where the tenant is at its limit.
+        raise min(full, key=lambda error: error.retry_after_s or 0.0) if full else errors[-1]
 
     async def _ask(self, ask: Callable[[AsyncFastServeClient], Awaitable[ResultT]]) -> ResultT:
         """The answer of any server to what is no job."""

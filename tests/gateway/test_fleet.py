@@ -201,10 +201,22 @@ async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None
             raise RuntimeError("a bug")
 
     client: Any = Unwatchable()
-    server = WatchedServer("a", client, lambda load: None, lambda: None)
+    server = WatchedServer("a", client, lambda load: None, lambda: None, lambda: False)
     task = asyncio.create_task(server.follow())
     async with asyncio.timeout(30.0):
         while client.num_tries < 2:
             await asyncio.sleep(0.01)
     assert server.health is ServerHealth.DOWN
     await cancel_all((task,))
+
+
+async def test_what_waits_for_a_hanging_server_waits_on_if_no_other_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 0.02)
+    servers = [Server(hangs=True), Server(hangs=True)]
+    async with fleet_of(*servers) as fleet:
+        job = asyncio.create_task(text_of(fleet))
+        await asyncio.wait((job,), timeout=0.2)
+        assert not job.done()
+        await cancel_all((job,))

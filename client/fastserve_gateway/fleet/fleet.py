@@ -65,7 +65,11 @@ class Fleet:
         self._router = Router(list(clients))
         self._servers = [
             WatchedServer(
-                url, client, partial(self._on_load, number), partial(self._on_health, number)
+                url,
+                client,
+                partial(self._on_load, number),
+                partial(self._on_health, number),
+                self._has_server_up,
             )
             for number, (url, client) in enumerate(clients.items())
         ]
@@ -239,6 +243,9 @@ class Fleet:
         self._metrics.first_token_s.labels(*labels).observe(now_s - attempt.sent_s)
         if self._chooses:
             self._metrics.expected_s.labels(*labels).observe(choice.delay_s)
+
+    def _has_server_up(self) -> bool:
+        return any(server.health is ServerHealth.UP for server in self._servers)
 
     def _on_load(self, number: int, load: ServerLoad) -> None:
         self._router.on_load(number, load, time.monotonic())

@@ -44,6 +44,7 @@ class WatchedServer:
         name: its URL, which has no credentials.
         on_load: called with each picture's load.
         on_health: called after each change of ``health``.
+        others_are_up: whether another server can take what waits for this one.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class WatchedServer:
         client: AsyncFastServeClient,
         on_load: Callable[[ServerLoad], None],
         on_health: Callable[[], None],
+        others_are_up: Callable[[], bool],
     ) -> None:
         self.name = name
         self.client = client
         self.health = ServerHealth.UNKNOWN
         self._on_load = on_load
         self._on_health = on_health
+        self._others_are_up = others_are_up
         self._waits: set[asyncio.Timeout] = set()
 
     async def follow(self) -> None:
@@ -111,7 +114,8 @@ class WatchedServer:
                     self._note(ServerHealth.SILENT, f"it has shown no state for {SILENT_S:g} s")
                 # Also finds out that the host is gone: a watch sends nothing by itself.
                 if not await self.client.is_ready(SILENT_S):
-                    self._end_waits()
+                    if self._others_are_up():
+                        self._end_waits()
                     raise ConnectionFailed("it neither shows its state nor says that it is ready")
             return picture.result()
         finally:

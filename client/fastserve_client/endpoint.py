@@ -87,7 +87,7 @@ class Endpoint:
 
 def without_keys(url: str) -> str:
     """A URL for messages and logs: a user, a query or a fragment may hold a password or a key."""
-    return _QUERY.sub("?…", _USER.sub(r"\1…@", url))
+    return _QUERY.sub("?***", _USER.sub(r"\1***@", url))
 
 
 def _is_address(host: str) -> bool:

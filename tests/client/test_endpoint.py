@@ -60,10 +60,10 @@ def test_refuses_other_urls_and_shows_the_right_form(url: str, reason: str) -> N
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("grpc://user:s3cret@127.0.0.1:8001", "grpc://…@127.0.0.1:8001"),
-        ("user:s3cret@127.0.0.1:8001", "…@127.0.0.1:8001"),
-        ("grpc://127.0.0.1:8001?key=s3cret", "grpc://127.0.0.1:8001?…"),
-        ("http://user:s3#cret@127.0.0.1", "http://…@127.0.0.1"),
+        ("grpc://user:s3cret@127.0.0.1:8001", "grpc://***@127.0.0.1:8001"),
+        ("user:s3cret@127.0.0.1:8001", "***@127.0.0.1:8001"),
+        ("grpc://127.0.0.1:8001?key=s3cret", "grpc://127.0.0.1:8001?***"),
+        ("http://user:s3#cret@127.0.0.1", "http://***@127.0.0.1"),
     ],
 )
 def test_shows_no_keys_of_a_url(url: str, shown: str) -> None:

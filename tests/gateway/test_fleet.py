@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
 FULL = ServerOverloaded("4 requests are queued already; try again later")
+AT_LIMIT = ServerOverloaded("the tenant 'b' has used its tokens; try again in 60 s")
 GONE = ConnectionFailed("gone")
 NO_TRACE: dict[str, Any] = {"request_id": "", "trace_context": None}
 
@@ -58,6 +59,9 @@ class Server:
     async def generate(self, prompt: str, **options: Any) -> Completion:
         async with self.stream(prompt) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        return (await anext(self.stream(""))).text
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,6 +123,15 @@ async def test_one_that_is_full_decides_the_error(errors: list[ClientError]) -> 
         await text_of(fleet_of(*map(Server, errors)))
 
 
+@pytest.mark.parametrize("errors", [[AT_LIMIT, FULL], [FULL, AT_LIMIT]])
+async def test_the_client_hears_of_the_server_that_may_take_it_first(
+    errors: list[ClientError],
+) -> None:
+    with pytest.raises(ServerOverloaded) as refused:
+        await text_of(fleet_of(*map(Server, errors)))
+    assert refused.value is FULL
+
+
 async def test_a_job_that_kills_its_servers_does_not_kill_all() -> None:
     servers = [Server(GONE) for _ in range(8)]
     with pytest.raises(ConnectionFailed):
@@ -157,12 +170,25 @@ async def test_what_a_hanging_server_has_not_begun_goes_to_the_next(
     """Its connection holds, so nothing else ends these jobs."""
     monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 0.05)
     hung = Server(hangs=True)
-    async with fleet_of(hung, Server()) as fleet:
-        texts = await asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
-        assert hung.num_jobs > 0
-        hung.num_jobs = 0
-        wholes = await asyncio.gather(*(fleet.generate(str(n), **NO_TRACE) for n in range(9)))
-    assert texts == [whole.text for whole in wholes] == ["ab"] * 9
+    fleet = fleet_of(hung, Server())
+    texts = asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
+    wholes = asyncio.gather(*(fleet.generate(str(n), **NO_TRACE) for n in range(9)))
+    asked = asyncio.gather(*(fleet.detokenize([n]) for n in range(9)))
+    while not texts.done() and not hung.num_jobs:
+        await asyncio.sleep(0)
+    async with fleet:
+        assert await asked == ["a"] * 9
+        assert await texts == [whole.text for whole in await wholes] == ["ab"] * 9
+    assert hung.num_jobs > 0
+
+
+async def test_a_server_that_has_not_answered_yet_gets_nothing_while_others_have() -> None:
+    hung, server = Server(hangs=True), Server()
+    async with fleet_of(hung, server) as fleet:
+        while not await fleet.is_ready():
+            await asyncio.sleep(0)
+        await asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
+    assert (hung.num_jobs, server.num_jobs) == (0, 9)
 
 
 async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None:
@@ -175,7 +201,7 @@ async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None
             raise RuntimeError("a bug")
 
     client: Any = Unwatchable()
-    server = WatchedServer("a", client, lambda load: None, lambda: None, lambda: None)
+    server = WatchedServer("a", client, lambda load: None, lambda: None)
     task = asyncio.create_task(server.follow())
     async with asyncio.timeout(30.0):
         while client.num_tries < 2:

@@ -237,9 +237,11 @@ def test_gateways_work_side_by_side(front: Front, replicas: Replicas, tmp_path: 
         other.wait_until_up()
         streams = [Streams(one, QUEUED, max_tokens=100) for one in (front, other)]
         assert [one.end() for one in streams] == [(QUEUED, 0)] * 2
-        session = front.server_of(session_id="shared")
-        assert other.complete(session_id="shared").status_code == 200
-        assert front.server_of(session_id="shared") == session
+        # Long enough that a few tokens, which may wait at one server, do not decide.
+        turn = {"session_id": "shared", "prompt": prompt_about("sharing")}
+        session = front.server_of(**turn)
+        assert other.complete(**turn).status_code == 200
+        assert front.server_of(**turn) == session
 
 
 # --- servers that are full or lost ----------------------------------------------------------------

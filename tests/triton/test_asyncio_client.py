@@ -17,7 +17,7 @@ from fastserve_client import (
     InvalidRequest,
     RequestCancelled,
     RequestTimeout,
-    ServerError,
+    ServerUnavailable,
 )
 from serving_client import used_blocks
 from waiting import wait_for
@@ -74,7 +74,7 @@ async def test_errors_are_the_synchronous_clients(
     await wait_until_idle(endpoints)
     async with AsyncFastServeClient(url, model="nosuch") as other:
         assert not await other.is_ready()
-        with pytest.raises(ServerError, match="nosuch"):
+        with pytest.raises(ServerUnavailable, match="nosuch"):
             await other.generate("Hello")
 
 

@@ -20,7 +20,7 @@ from fastserve_client import (
     InvalidRequest,
     RequestCancelled,
     RequestTimeout,
-    ServerError,
+    ServerUnavailable,
 )
 from fastserve_client.terminal import ExitCode, generate_to_terminal
 
@@ -105,10 +105,10 @@ def test_what_the_server_refuses_names_field_and_value(client: FastServeClient) 
         client.generate("Hello", ttft_slo_ms=-1)
 
 
-def test_another_model_is_a_server_error(url: str) -> None:
+def test_another_model_is_not_there(url: str) -> None:
     with FastServeClient(url, model="nosuch") as client:
         assert not client.is_ready()
-        with pytest.raises(ServerError, match="nosuch"):
+        with pytest.raises(ServerUnavailable, match="nosuch"):
             client.generate("Hello")
 
 

@@ -7,14 +7,13 @@ import random
 import time
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.cancelling import cancel_all
-from fastserve_client.errors import ConnectionFailed, ServerOverloaded, ServerUnavailable
+from fastserve_client.errors import ServerOverloaded, ServerUnavailable
 from fastserve_client.results import Chunk, Completion, Tokenization
 
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
@@ -66,17 +65,12 @@ class Fleet:
         self._router = Router(list(clients))
         self._servers = [
             WatchedServer(
-                url,
-                client,
-                partial(self._on_load, number),
-                partial(self._on_health, number),
-                partial(self._on_lost, number),
+                url, client, partial(self._on_load, number), partial(self._on_health, number)
             )
             for number, (url, client) in enumerate(clients.items())
         ]
-        self._silent: set[int] = set()
-        # Of each server: the waits for what it has not begun.
-        self._waits: list[set[asyncio.Timeout]] = [set() for _ in clients]
+        # They show no state, or none yet. They get jobs only if all others are out.
+        self._silent = set(range(len(clients)))
         self._followers: list[asyncio.Task[None]] = []
 
     @property
@@ -96,10 +90,10 @@ class Fleet:
         refusals: dict[int, ServerUnavailable] = {}
         while True:
             with self._attempt(request, refusals) as attempt:
-                async with attempt.client.stream(
+                async with attempt.server.client.stream(
                     prompt, request_id=request_id, trace_context=trace_context, **options
                 ) as chunks:
-                    async with self._unless_lost(attempt):
+                    async with attempt.server.unless_lost():
                         first = await anext(chunks, None)
                     if first is not None:
                         attempt.has_begun = True
@@ -122,8 +116,8 @@ class Fleet:
         refusals: dict[int, ServerUnavailable] = {}
         while True:
             with self._attempt(request, refusals) as attempt:
-                async with self._unless_lost(attempt):
-                    answer = await attempt.client.generate(
+                async with attempt.server.unless_lost():
+                    answer = await attempt.server.client.generate(
                         prompt, request_id=request_id, trace_context=trace_context, **options
                     )
                 self._router.on_first_token(attempt.choice)
@@ -198,7 +192,7 @@ class Fleet:
         if refusals:
             refused = self._servers[next(reversed(refusals))]
             metrics.retried.labels(self._model, refused.name).inc()
-        attempt = _Attempt(server.client, choice, time.monotonic())
+        attempt = _Attempt(server, choice, time.monotonic())
         try:
             yield attempt
         except ServerUnavailable as error:
@@ -207,20 +201,6 @@ class Fleet:
             refusals[choice.server] = error.with_traceback(None)  # which refers to the prompt
         finally:
             self._router.on_end(choice)
-
-    @asynccontextmanager
-    async def _unless_lost(self, attempt: _Attempt) -> AsyncIterator[None]:
-        """Waits for what a server has not begun. Raises ConnectionFailed: the server hangs."""
-        waits = self._waits[attempt.choice.server]
-        try:
-            async with asyncio.timeout(None) as wait:
-                waits.add(wait)
-                try:
-                    yield
-                finally:
-                    waits.discard(wait)
-        except TimeoutError:
-            raise ConnectionFailed("the server does not answer any more") from None
 
     def _choose(
         self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]
@@ -235,7 +215,8 @@ class Fleet:
             raise ServerUnavailable(f"no server of model {self._model} takes requests")
         errors = list(refusals.values())
         full = [error for error in errors if isinstance(error, ServerOverloaded)]
-        raise (full or errors)[-1]
+        # One whose queue is full may take the job sooner than one where the tenant is at its limit.
+        raise min(full, key=lambda error: error.retry_after_s or 0.0) if full else errors[-1]
 
     async def _ask(self, ask: Callable[[AsyncFastServeClient], Awaitable[ResultT]]) -> ResultT:
         """The answer of any server to what is no job."""
@@ -244,10 +225,12 @@ class Fleet:
         *others, last = servers[:_MAX_TRIES]
         for server in others:
             try:
-                return await ask(server.client)
+                async with server.unless_lost():
+                    return await ask(server.client)
             except ServerUnavailable:
                 continue
-        return await ask(last.client)
+        async with last.unless_lost():
+            return await ask(last.client)
 
     def _on_first_token(self, attempt: _Attempt) -> None:
         now_s, choice = time.monotonic(), attempt.choice
@@ -259,11 +242,6 @@ class Fleet:
 
     def _on_load(self, number: int, load: ServerLoad) -> None:
         self._router.on_load(number, load, time.monotonic())
-
-    def _on_lost(self, number: int) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for wait in self._waits[number]:
-            wait.reschedule(now_s)
 
     def _on_health(self, number: int) -> None:
         server = self._servers[number]
@@ -282,7 +260,7 @@ class Fleet:
 class _Attempt:
     """One job at one server."""
 
-    client: AsyncFastServeClient
+    server: WatchedServer
     choice: ServerChoice
     sent_s: float
     has_begun: bool = False

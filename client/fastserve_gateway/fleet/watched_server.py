@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from enum import Enum
 
 from fastserve_client.aio_client import AsyncFastServeClient
@@ -26,7 +27,7 @@ SILENT_S = 5.0
 
 class ServerHealth(Enum):
     UNKNOWN = "unknown"
-    """It has not answered yet. It is tried like one that is up."""
+    """It has not answered yet. It is tried after all that are up."""
     UP = "up"
     SILENT = "silent"
     """Its model is ready, but gives no pictures. It is tried after all that are up."""
@@ -43,8 +44,6 @@ class WatchedServer:
         name: its URL, which has no credentials.
         on_load: called with each picture's load.
         on_health: called after each change of ``health``.
-        on_lost: called when it neither shows its state nor says that it is ready. Its connection
-            may hold for ever, such as that of a container that is paused.
     """
 
     def __init__(
@@ -53,14 +52,13 @@ class WatchedServer:
         client: AsyncFastServeClient,
         on_load: Callable[[ServerLoad], None],
         on_health: Callable[[], None],
-        on_lost: Callable[[], None],
     ) -> None:
         self.name = name
         self.client = client
         self.health = ServerHealth.UNKNOWN
         self._on_load = on_load
         self._on_health = on_health
-        self._on_lost = on_lost
+        self._waits: set[asyncio.Timeout] = set()
 
     async def follow(self) -> None:
         """Never returns."""
@@ -84,6 +82,26 @@ class WatchedServer:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
+    @asynccontextmanager
+    async def unless_lost(self) -> AsyncIterator[None]:
+        """Waits for the server, unless it hangs: its connection may hold for ever, such as that of
+        a paused container. Raises ConnectionFailed if it does.
+        """
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                try:
+                    yield
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            raise ConnectionFailed(f"{self.name} does not answer any more") from None
+
+    def _end_waits(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now_s)
+
     async def _next_picture(self, watch: AsyncEngineWatch) -> EngineState:
         """Raises ClientError, also if there is no picture and the server does not answer."""
         picture = asyncio.ensure_future(anext(watch))
@@ -93,7 +111,7 @@ class WatchedServer:
                     self._note(ServerHealth.SILENT, f"it has shown no state for {SILENT_S:g} s")
                 # Also finds out that the host is gone: a watch sends nothing by itself.
                 if not await self.client.is_ready(SILENT_S):
-                    self._on_lost()
+                    self._end_waits()
                     raise ConnectionFailed("it neither shows its state nor says that it is ready")
             return picture.result()
         finally:

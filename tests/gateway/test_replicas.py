@@ -309,11 +309,12 @@ def test_a_server_that_is_stopped_and_started_again_costs_no_request(
         streams.wait_until_begun(RUNNING)
         front.replicas.restart(0)
         front.wait_until_up()
-        before = front.sent()
-        wait_for(lambda: front.sent()[0] > before[0])
         done.set()
         assert {status for sender in senders for status in sender.result()} == {200}
     assert streams.end() == (RUNNING, 0)
+    before = front.sent()
+    assert Streams(front, 2 * QUEUED, max_tokens=100).end() == (2 * QUEUED, 0)
+    assert front.sent()[0] > before[0]
     changes = [text for text in caplog.messages if text.startswith(front.replicas.url(0))]
     assert [text.split(": ")[1] for text in changes][-2:] == ["down", "up"]
 

@@ -120,6 +120,7 @@ def test_a_request_through_the_gateway_is_one_trace(traced: Traced) -> None:
 def test_a_client_that_goes_away_shows_in_both_spans(traced: Traced) -> None:
     trace_id, header = new_trace()
     body = {"model": "fastserve", "prompt": "hello", "max_tokens": 900, "stream": True}
+    body["ignore_eos"] = True
     url = f"{traced.gateway.api_url}/completions"
     with httpx2.stream("POST", url, json=body, headers={"traceparent": header}) as answer:
         next(answer.iter_lines())

@@ -12,7 +12,7 @@ from fastserve_backend.config_sections import TenantsSection
 from fastserve_backend.engine.tenant_accounts import TenantAccounts
 from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.job import Job, ServiceLevel
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import make_job
 
@@ -99,6 +99,7 @@ def test_requests_without_a_tenant_may_fill_the_queue_until_one_has_a_tenant() -
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))
+@example(seed=32976703)  # the sum of all weights is rounded to less than one of them
 def test_nobody_with_several_jobs_takes_the_last_place(seed: int) -> None:
     rng = random.Random(seed)
     weights = {f"tenant-{number}": rng.choice([0.2, 1.0, 1.0, 7.0]) for number in range(6)}

@@ -125,7 +125,8 @@ class TenantAccounts:
             reason = f"has {num_jobs} unfinished requests, as many as it may"
             raise TenantLimitError(name, reason, _JOB_END_S)
         total_weight = self._total_weight + (0.0 if account.jobs else account.weight)
-        most = _JOBS_A_FREE_PLACE * num_free * account.weight / total_weight
+        share = min(1.0, account.weight / total_weight)  # sums of weights are rounded
+        most = _JOBS_A_FREE_PLACE * num_free * share
         if self._shares_queue and num_jobs and num_jobs >= most:
             reason = f"has {num_jobs} of the {self._max_queued} requests that the server takes"
             raise TenantLimitError(name, reason, _JOB_END_S)

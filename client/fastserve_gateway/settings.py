@@ -33,6 +33,8 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         _refuse_twice("url", [str(Endpoint.parse(url)) for url in self.urls])
         _refuse_twice("model", self.models)
+        if "" in self.models:
+            raise InvalidRequest("model: got an empty name; must be the model's name at Triton")
         if self.max_held_bytes < self.max_body_bytes:
             raise InvalidRequest(
                 f"max_held_bytes: got {self.max_held_bytes}; must be at least the "

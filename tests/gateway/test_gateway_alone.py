@@ -272,6 +272,8 @@ def test_each_server_and_each_model_is_named_once() -> None:
         replace(settings(), urls=["a", "b", "grpc://a:8001"])
     with pytest.raises(InvalidRequest, match="model: got m twice"):
         replace(settings(), models=["m", "m"])
+    with pytest.raises(InvalidRequest, match="model: got an empty name"):
+        replace(settings(), models=[""])
 
 
 def test_several_models_are_listed_and_told_apart() -> None:

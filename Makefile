@@ -61,7 +61,7 @@ serve: $(INSTALLED)
 
 # Emulated tests only compute. So they fill, with less priority, the cores while other tests wait.
 test: $(INSTALLED)
-	nice $(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90 & emulated=$$!; \
+	nice -n 19 $(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90 & emulated=$$!; \
 	$(BIN)/pytest $(WORKERS) --ignore tests/engine/test_gpu_host.py; code=$$?; \
 	wait $$emulated && exit $$code
 

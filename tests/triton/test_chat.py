@@ -256,11 +256,13 @@ def test_the_embedded_model_calls_the_demos_tools(chat_endpoints: Endpoints) -> 
     done = chat_through_pipes(chat_endpoints, text, 40, "--tools", "demo")
     product, clock, capital = done.stdout.splitlines()
     assert "408" in product
-    assert time.strftime("%A") in clock
     assert "Paris" in capital
     calls = done.stderr.splitlines()
     assert calls[0] == "[calculator: 12 * 34 = 408]"
     assert calls[1].startswith("[clock: ")
+    # Which parts of the result the model says depends on the result.
+    result = calls[1].removeprefix("[clock: ").removesuffix("]")
+    assert any(part in clock for part in result.split(", "))
     assert len(calls) == 2
     assert done.returncode == 0
 

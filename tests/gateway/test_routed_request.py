@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,3 +72,13 @@ def test_only_the_beginning_of_a_long_prompt_is_hashed() -> None:
     request = routed_request("x" * (1 << 20), {})
     assert request.prompt_tokens == 1 << 18
     assert request.prefixes[-1].end == 1 << 18
+
+
+def test_a_long_text_is_not_walked_character_by_character() -> None:
+    """That would hold up the event loop: half a second for 5 MB."""
+
+    class Unwalkable(str):
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("walked")
+
+    assert routed_request(Unwalkable("word " * 1000), {}).conversation is None

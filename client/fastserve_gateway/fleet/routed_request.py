@@ -25,7 +25,7 @@ def routed_request(prompt: Prompt, options: RequestOptions) -> RoutedRequest:
     """Describes a job. A wrong prompt is described somehow: its server refuses it."""
     parts = list(_parts(prompt, options))
     prefixes = prompt_prefixes(_beginning(parts))
-    asked = _question_end(prompt, parts)
+    asked = _question_end(prompt, parts) if _is_conversation(prompt) else None
     conversation = next((prefix.key for prefix in prefixes if prefix.end == asked), None)
     session_id = options.get("session_id")
     session = None if session_id is None else f"{options.get('tenant') or ''}/{session_id}"
@@ -42,7 +42,7 @@ def _parts(prompt: Prompt, options: RequestOptions) -> Iterator[bytes]:
     conversation begins with the same pieces. A token id has 4 bytes."""
     if isinstance(prompt, str):
         yield prompt.encode(errors="surrogatepass")
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif _is_conversation(prompt):
         given: Mapping[str, Any] = options
         yield _canonical({name: given.get(name) for name in _BEFORE_MESSAGES})
         yield from map(_canonical, cast("Sequence[Message]", prompt))
@@ -51,6 +51,10 @@ def _parts(prompt: Prompt, options: RequestOptions) -> Iterator[bytes]:
             yield array("i", cast("Sequence[int]", prompt)).tobytes()
         except OverflowError:
             return  # one of them is no token id
+
+
+def _is_conversation(prompt: Prompt) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _question_end(prompt: Prompt, parts: Sequence[bytes]) -> int | None:

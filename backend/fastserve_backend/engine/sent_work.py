@@ -14,7 +14,13 @@ from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.metrics.counters import EngineCounters
-from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    DiskCopy,
+    Step,
+    StepResult,
+)
 from fastserve_backend.scheduler.base import Scheduled
 from fastserve_backend.system.clock import Clock
 
@@ -132,13 +138,15 @@ class SentWork:
 
     def send_copies(self, transfers: Sequence[Transfer], block_size: int) -> None:
         for transfer in transfers:
-            self._copies[transfer.id] = transfer, self._clock.now()
-            self.executor.copy(build_copy(transfer, block_size))
+            self._send_copy(transfer, build_copy(transfer, block_size))
 
     def send_disk_copies(self, transfers: Sequence[DiskTransfer]) -> None:
         for transfer in transfers:
-            self._copies[transfer.id] = transfer, self._clock.now()
-            self.executor.copy(build_disk_copy(transfer))
+            self._send_copy(transfer, build_disk_copy(transfer))
+
+    def _send_copy(self, transfer: Transfer | DiskTransfer, message: CopyBlocks | DiskCopy) -> None:
+        self._copies[transfer.id] = transfer, self._clock.now()
+        self.executor.copy(message)
 
     def receive(
         self, timeout_s: float | None, *, jobs_wait: bool

@@ -77,7 +77,7 @@ class TritonServer:
 
     Args:
         models: the configuration of the model ``fastserve``, or those of several models, by name.
-            They share the machine as `divide_machine` says.
+            They share the machine as ``divide_machine`` says.
         log_path: file to which the server's output is appended; None: this process's stderr.
         model_repository: Triton models that are served beside these, such as ensembles.
         model_control: Clients that send the key in ``runtime.admin_key_file`` may load and unload
@@ -156,13 +156,12 @@ class TritonServer:
         Raises:
             ConfigError: ``tenants_file`` cannot be used.
             ModelError: there is no such model, or it cannot be fetched or read.
-            LaunchError: ``model_control`` with a host that others reach, or ``model_repository`` is
-                no directory or has a model with the name of another.
             PortInUseError: another process has one of the ports.
             ModelLoadError: a model refused its configuration or checkpoint, or generates nothing
                 with it.
-            LaunchError: no tritonserver, no room for its files, or it did not become ready within
-                ``timeout_s``.
+            LaunchError: ``model_control`` with a host that others reach; ``model_repository`` is no
+                directory or has a model with the name of another; no tritonserver, no room for its
+                files, or it did not become ready within ``timeout_s``.
         """
         self._check_options()
         self._warn_if_public()

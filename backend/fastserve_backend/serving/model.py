@@ -32,6 +32,7 @@ from fastserve_backend.serving.codec import (
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.job_spans import JobSpans
 from fastserve_backend.serving.metrics import MetricsPublisher
+from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.repository import ENGINE_FILE
 from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
@@ -74,8 +75,9 @@ class TritonPythonModel:
         log_to_stderr()
         self._model_name = args["model_name"]
         runtime = RuntimeDirectory.from_environment()
-        self._reports = None if runtime is None else runtime.own_reports()
-        if runtime is not None and self._reports is not None:
+        self._reports: StubReports | None = None
+        if runtime is not None:
+            self._reports = runtime.own_reports()
             self._reports.start(self._model_name)
             runtime.prepare_stub()
         self._guard = ParentGuard(runtime, self._drain)

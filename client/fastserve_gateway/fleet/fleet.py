@@ -74,7 +74,7 @@ class Fleet:
             for number, (url, client) in enumerate(clients.items())
         ]
         # They show no state, or none yet. They get jobs only if all others are out.
-        self._silent = set(range(len(clients)))
+        self._silent = set(range(len(clients))) if self._chooses else set()
         self._followers: list[asyncio.Task[None]] = []
 
     @property
@@ -239,7 +239,7 @@ class Fleet:
     def _on_first_token(self, attempt: _Attempt) -> None:
         now_s, choice = time.monotonic(), attempt.choice
         self._router.on_first_token(choice)
-        labels = self._model, self._servers[choice.server].name
+        labels = self._model, attempt.server.name
         self._metrics.first_token_s.labels(*labels).observe(now_s - attempt.sent_s)
         if self._chooses:
             self._metrics.expected_s.labels(*labels).observe(choice.delay_s)

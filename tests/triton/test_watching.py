@@ -78,11 +78,12 @@ class Watch:
 
     def until(self, condition: Any) -> EngineState:
         """The first picture for which ``condition`` holds."""
-        while True:
+        while not self.num_finals:
             state = self.next()
             assert state is not None, self.error
             if condition(state):
                 return state
+        pytest.fail("the watch ended before such a picture came")
 
     def until_final(self) -> None:
         """Reads until the server ends the watch by itself."""
@@ -198,9 +199,11 @@ def test_more_jobs_than_are_listed_are_counted(watch: Watch, endpoints: Endpoint
 
 def test_jobs_on_the_host_are_seen(watch: Watch, endpoints: Endpoints) -> None:
     before = watch.until(idle)
+    # The cache holds five of them at their ends. They are so long that many run at once, however
+    # slowly they arrive.
     streams = [
         GrpcStream(
-            endpoints.grpc_url, input_ids=[7] * 500, stream=True, max_tokens=40, ignore_eos=True
+            endpoints.grpc_url, input_ids=[7] * 500, stream=True, max_tokens=250, ignore_eos=True
         )
         for _ in range(16)
     ]

@@ -180,7 +180,7 @@ def test_requests_that_are_no_jobs_take_a_context_too(traced: Traced) -> None:
 
 def test_preemptions_and_swaps_are_spans(traced: Traced) -> None:
     rng = random.Random(4)
-    # Each stream needs 20 blocks in the end; the device has 60.
+    # Each stream needs 25 blocks in the end; the device has 60.
     prompts = [[rng.randrange(3, 1024) for _ in range(200)] for _ in range(12)]
     traces = [new_trace() for _ in prompts]
     streams = [
@@ -189,7 +189,7 @@ def test_preemptions_and_swaps_are_spans(traced: Traced) -> None:
             headers={"traceparent": header},
             input_ids=ids,
             stream=True,
-            max_tokens=120,
+            max_tokens=200,
             ignore_eos=True,
             return_perf_metrics=True,
         )
@@ -205,7 +205,7 @@ def test_preemptions_and_swaps_are_spans(traced: Traced) -> None:
         for span in (*named(spans, "preemption"), *copies):
             assert job.start_ns <= span.start_ns <= span.end_ns <= job.end_ns
         for span in copies:
-            assert 0 < span.attributes["fastserve.kv_blocks"] <= 20
+            assert 0 < span.attributes["fastserve.kv_blocks"] <= 25
         num_copies += len(copies)
     assert sum(answer.outputs["num_preemptions"] for answer in answers) > 0
     assert num_copies > 0

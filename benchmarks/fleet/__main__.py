@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ class Cell:
     def run(self, side: str, seed: int) -> Measures:
         outcome = self.simulate(side, seed)
         ttft_s = sorted(outcome.ttft_s)
+        if not ttft_s:
+            sys.exit(f"no job counts within {self.span_s:g} s; choose a longer --span")
         p50, p95, p99 = (ttft_s[int(share * len(ttft_s))] for share in (0.5, 0.95, 0.99))
         return Measures(
             servers=self.num_servers,

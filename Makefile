@@ -27,7 +27,7 @@ EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
 .PHONY: help install run serve test test-fast test-all endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
-  perf-analyzer gpu-check check docs format clean
+  perf-analyzer gpu-machine gpu-check check docs format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
@@ -40,6 +40,7 @@ help:
 	@echo "make docs    write the tables of docs/configuration.md and docs/models.md"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
 	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"
+	@echo "make gpu-machine   fetch a GPU machine's versions of packages, for the tests of make gpu-check"
 
 install: $(INSTALLED)
 
@@ -85,6 +86,17 @@ test-sm_80 test-sm_90 all-sm_80 all-sm_90: $(INSTALLED)
 
 perf-analyzer: $(INSTALLED)
 	PYTHON=$(BIN)/python perf_analyzer_configs/install.sh $(VENV)/perf_analyzer
+
+# Apart from the installation: what the calls of docs/gpu.md find on a GPU machine, and their wheels.
+gpu-machine: $(VENV)/gpu-machine
+
+$(VENV)/gpu-machine: benchmarks/gpu/machine.txt benchmarks/gpu/wheels.txt | $(INSTALLED)
+	rm -rf $@ $@.new
+	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --no-deps --no-compile \
+	  --target $@.new/packages --requirement benchmarks/gpu/machine.txt
+	$(BIN)/pip download --quiet --disable-pip-version-check --retries 1 --no-deps --only-binary :all: \
+	  --dest $@.new/wheels --requirement benchmarks/gpu/wheels.txt
+	mv $@.new $@ && touch $@
 
 # Needs neither an installation nor a server, only torch and Triton's language.
 gpu-check:

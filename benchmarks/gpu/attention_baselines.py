@@ -14,8 +14,14 @@ from benchmarks.gpu.check_device import Call
 
 FLEX_PAGE = 128
 """Tokens in a page: FlexAttention's block size. With smaller pages it reads more than it uses."""
-SDPA_BACKENDS = (None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-"""Backends of SDPA; None: the one that torch chooses, which is not always the fastest."""
+SDPA_BACKENDS = {
+    "": None,
+    ", FLASH": SDPBackend.FLASH_ATTENTION,
+    ", cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
+"""Backends of SDPA, by name; None: the one that torch chooses, which is not always the fastest."""
+FLASHINFER_WORKSPACE = 128 * 2**20
+"""Bytes: the size that FlashInfer recommends."""
 
 
 def gather_and_sdpa(query: Tensor, kv: Tensor, layer: int, block_tables: Tensor) -> Call:
@@ -96,6 +102,63 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend |
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
 
     return call
+
+
+def flashinfer_decode(
+    query: Tensor, kv_heads: int, context: int, page: int, *, tensor_cores: bool
+) -> Call:
+    """FlashInfer's paged decode on a cache of one layer, in its own layout.
+
+    Args:
+        query: [B, heads, head_dim].
+        page: tokens in a page; ``context`` is a multiple of it.
+        tensor_cores: its kernel for prompts, which is faster with few KV heads.
+    """
+    import flashinfer
+
+    rows, heads, head_dim = query.shape
+    cache, starts, indices, last = _flashinfer_cache(query, rows, kv_heads, context, page)
+    workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=query.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=tensor_cores
+    )
+    wrapper.plan(
+        starts, indices, last, heads, kv_heads, head_dim, page,
+        q_data_type=query.dtype, kv_data_type=query.dtype,
+    )  # fmt: skip
+    return lambda: wrapper.run(query, cache)
+
+
+def flashinfer_prefill(query: Tensor, kv_heads: int, page: int) -> Call:
+    """FlashInfer's paged prefill of one prompt, query [T, heads, head_dim]."""
+    import flashinfer
+
+    tokens, heads, head_dim = query.shape
+    cache, starts, indices, last = _flashinfer_cache(query, 1, kv_heads, tokens, page)
+    workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=query.device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(
+        torch.tensor([0, tokens], dtype=torch.int32, device=query.device),
+        starts, indices, last, heads, kv_heads, head_dim, page,
+        causal=True, q_data_type=query.dtype, kv_data_type=query.dtype,
+    )  # fmt: skip
+    return lambda: wrapper.run(query, cache)
+
+
+def _flashinfer_cache(
+    query: Tensor, rows: int, kv_heads: int, context: int, page: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A random cache [pages, 2, page, kv_heads, head_dim], where each job's pages begin, all their
+    numbers in random order, and how many tokens are in each job's last page."""
+    device, pages_of_job = query.device, -(-context // page)
+    num_pages = rows * pages_of_job
+    shape = (num_pages, 2, page, kv_heads, query.shape[-1])
+    return (
+        torch.randn(shape, dtype=query.dtype, device=device),
+        torch.arange(rows + 1, dtype=torch.int32, device=device) * pages_of_job,
+        torch.randperm(num_pages, device=device).to(torch.int32),
+        torch.full((rows,), (context - 1) % page + 1, dtype=torch.int32, device=device),
+    )
 
 
 def _chosen(backend: SDPBackend | None) -> AbstractContextManager[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu import attention_baselines as baselines
-from benchmarks.gpu.ceilings import copy_rate, gemm_rate
+from benchmarks.gpu.ceilings import gemm_rate, read_rate
 from benchmarks.gpu.check_device import CACHES_EXCEEDED, Call, Timing
 from benchmarks.gpu.phase_context import Context, one_line
 
@@ -59,14 +60,19 @@ class Shape:
 
 
 def run(context: Context) -> None:
-    rate, _ = copy_rate(context.device)
+    rate, _ = read_rate(context.device)
     flops, _ = gemm_rate(context.device)
     for shape in decode_shapes(context):
         seconds = _decode(context, shape, rate)
         _int8_decode(context, shape, seconds, rate)
+    for shape in prefill_shapes(context):
+        _prefill(context, shape, flops)
+
+
+def prefill_shapes(context: Context) -> list[Shape]:
+    """One prompt each, with the heads of the decodes."""
     tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
-    for shape in decode_shapes(context):
-        _prefill(context, replace(shape, batch=1, context=tokens), flops)
+    return [replace(shape, batch=1, context=tokens) for shape in decode_shapes(context)]
 
 
 def decode_shapes(context: Context) -> list[Shape]:
@@ -154,7 +160,7 @@ def time_decode(context: Context, shape: Shape, int8: bool = False) -> Decode:
     return Decode(query, kv, layer, tables, timing)
 
 
-def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> float:
+def _decode(context: Context, shape: Shape, read_bytes_s: float) -> float:
     """Returns seconds."""
     decode = time_decode(context, shape)
     others: dict[str, list[Callable[[], Call]]] = {
@@ -163,10 +169,14 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> float:
                 decode.query, decode.kv, decode.layer, decode.block_tables
             )
         ],
-        "contiguous SDPA": [
-            partial(baselines.contiguous_sdpa, decode.query, shape.kv_heads, shape.context, backend)
-            for backend in baselines.SDPA_BACKENDS
-        ],
+        **{
+            f"contiguous SDPA{name}": [
+                partial(
+                    baselines.contiguous_sdpa, decode.query, shape.kv_heads, shape.context, backend
+                )
+            ]
+            for name, backend in baselines.SDPA_BACKENDS.items()
+        },
     }
     timing = decode.timing
     ratios, note = against(context, timing.seconds, others)
@@ -178,7 +188,7 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> float:
             "µs": timing.seconds * 1e6,
             "spread": timing.spread,
             "GB/s": bytes_s / 1e9,
-            "share of copy rate": bytes_s / copy_bytes_s,
+            "share of read rate": bytes_s / read_bytes_s,
             **ratios,
         },
         note,
@@ -186,7 +196,7 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> float:
     return timing.seconds
 
 
-def _int8_decode(context: Context, shape: Shape, seconds: float, copy_bytes_s: float) -> None:
+def _int8_decode(context: Context, shape: Shape, seconds: float, read_bytes_s: float) -> None:
     """seconds: time with the cache in 16 bits."""
     timing = time_decode(context, shape, int8=True).timing
     num_bytes = shape.kv_bytes // 2 // shape.head_dim * (shape.head_dim + SCALE_BYTES)
@@ -197,13 +207,14 @@ def _int8_decode(context: Context, shape: Shape, seconds: float, copy_bytes_s: f
             "µs": timing.seconds * 1e6,
             "spread": timing.spread,
             "GB/s": num_bytes / timing.seconds / 1e9,
-            "share of copy rate": num_bytes / timing.seconds / copy_bytes_s,
+            "share of read rate": num_bytes / timing.seconds / read_bytes_s,
             "× 16 bits": seconds / timing.seconds,
         },
     )
 
 
-def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
+def time_prefill(context: Context, shape: Shape) -> Timing:
+    """Our kernel on a prompt."""
     device, dtype = context.device.torch_device, _dtype(context)
     tokens = shape.context
     num_blocks = -(-tokens // BLOCK_SIZE)
@@ -233,14 +244,21 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
     call, num_bytes = one_prompt()
     calls = [call]
     calls += [one_prompt()[0] for _ in range(context.device.num_inputs(num_bytes) - 1)]
-    timing = context.device.time(calls)
+    return context.device.time(calls)
+
+
+def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
+    device, dtype, tokens = context.device.torch_device, _dtype(context), shape.context
+    timing = time_prefill(context, shape)
 
     def sdpa(backend: SDPBackend | None) -> Call:
         sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
         query, key, value = (_random(tokens, n, shape.head_dim, dtype, device) for n in sizes)
         return baselines.causal_sdpa(query, key, value, backend)
 
-    others = {"SDPA": [partial(sdpa, backend) for backend in baselines.SDPA_BACKENDS]}
+    others = {
+        f"SDPA{name}": [partial(sdpa, backend)] for name, backend in baselines.SDPA_BACKENDS.items()
+    }
     ratios, note = against(context, timing.seconds, others)
     # Two products of [tokens, head_dim] and [head_dim, tokens], of which half is masked.
     flops_s = 2 * shape.heads * shape.head_dim * tokens**2 / timing.seconds
@@ -267,19 +285,22 @@ def _random(
 def against(
     context: Context, seconds: float, others: Mapping[str, Sequence[Callable[[], Call]]]
 ) -> tuple[dict[str, float | None], str]:
-    """How many times as long each baseline takes with the fastest of its backends.
+    """How many times as long each baseline takes, in the fastest of its ways.
 
-    A baseline that fails with all of them has None, and the reason.
+    A baseline that fails in all of them has None, and the reason.
     """
     ratios: dict[str, float | None] = {}
     notes = []
     for name, ways in others.items():
         times, reason = [], ""
         for make in ways:
-            try:
-                times.append(context.device.time([make()]).seconds)
-            except Exception as error:
-                reason = one_line(error)
+            # torch says in warnings why a backend refuses.
+            with warnings.catch_warnings(record=True) as given:
+                try:
+                    times.append(context.device.time([make()]).seconds)
+                except Exception as error:
+                    said = (str(one.message).partition(" (Triggered")[0] for one in given)
+                    reason = "; ".join([one_line(error), *said]).rstrip(".")
         ratios[f"× {name}"] = min(times) / seconds if times else None
         if not times:
             notes.append(f"{name}: {reason}")

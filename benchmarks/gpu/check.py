@@ -1,11 +1,14 @@
 """Proves and measures the GPU engine on this machine: ``make gpu-check``.
 
-    python3 benchmarks/gpu/check.py                      # all, in at most 8 minutes
+    python3 benchmarks/gpu/check.py                      # all, in at most 12 minutes
     python3 benchmarks/gpu/check.py --only kernels swap  # only these phases, kept apart
     python3 benchmarks/gpu/check.py --tiny               # dry run on a CPU, which measures nothing
 
-Needs torch and triton; a phase that needs more says what is missing, and is skipped. Whole runs are
-written to benchmarks/results/gpu/ and to docs/performance_gpu.md.
+Needs torch and triton; a phase that needs more says what is missing, and is skipped. Nothing is
+timed after a wrong result. The JSON is written every few seconds, so a kill loses little. Whole
+runs are written to benchmarks/results/gpu/ and to docs/performance_gpu.md.
+
+Exit codes: 1 if a result was wrong or the run was interrupted, 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.gpu_report import RESULTS, SCHEMA, file_name, markdown, update_docs
+from benchmarks.gpu.host_memory import available_gib
 from benchmarks.gpu.phase_list import GRACE_S, PHASES, RESERVE_S, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,44 +51,42 @@ NO_DEVICE = 3  # exit code of run_phase
 WITHOUT_TF32 = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 
 
+LOOK_EVERY_S = 1.0
+"""Time between two looks at what a phase has measured."""
+
+
+class Terminated(BaseException):
+    """The program was told to end."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    chosen = [phase for phase in PHASES if arguments.only is None or phase.name in arguments.only]
-    is_whole = arguments.only is None and not arguments.tiny
-    started_s = time.monotonic()
     command = shlex.join(
         ["python3", "benchmarks/gpu/check.py", *(sys.argv[1:] if argv is None else argv)]
     )
-    phases: list[dict[str, Any]] = []
+    chosen = [phase for phase in PHASES if arguments.only is None or phase.name in arguments.only]
     with tempfile.TemporaryDirectory(prefix="fastserve-gpu-check-") as scratch:
-        run = _Run(arguments, Path(scratch), started_s)
-        # A dry run's times mean nothing, so two phases may run at once.
-        with ThreadPoolExecutor(2 if arguments.tiny else 1) as pool:
-            try:
-                for outcome in pool.map(run.run, chosen):
-                    phases.append(outcome)
-                    # Written after each phase, so that a later kill loses nothing.
-                    if arguments.output is not None and run.machine:
-                        _write(run.document(command, phases), arguments.output)
-            except BaseException:
-                run.end()
-                raise
+        run = _Run(arguments, command, Path(scratch))
+        run.run_all(chosen)
     if run.no_device is not None and not run.machine:
         print(f"no CUDA device: {run.no_device}; --tiny tries the program without one")
         return 2
-    if all(phase["status"] == "skipped" for phase in phases):
+    if all(phase["status"] == "skipped" for phase in run.phases):
         print("nothing was run")
         return 2
+    document, path = run.document(), run.save()
+    is_whole = arguments.only is None and not (arguments.tiny or run.was_interrupted)
     is_recorded = is_whole and arguments.output is None and bool(run.machine)
-    output = RESULTS if is_recorded else arguments.output or APART
-    document = run.document(command, phases)
-    path = _write(document, output)
+    if is_recorded:
+        path = _write(document, RESULTS)
     print(f"\n{markdown(document)}\nwritten: {path}")
     if is_recorded:
         print(f"written: {update_docs()}")
-    return int(
-        any(one["is_check"] and one["status"] not in ("passed", "skipped") for one in phases)
-    )
+    if run.was_interrupted:
+        print("INTERRUPTED: later phases did not run")
+    if run.wrong_checks:
+        print(f"WRONG: {' and '.join(run.wrong_checks)} failed, so nothing was timed after that")
+    return int(run.was_interrupted or run.wrong_checks != [])
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -106,7 +110,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="sharegpt",
         help="real lengths (CSV or JSON) instead of the packaged synthetic ones",
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (8)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="for everything (12)")
+    parser.add_argument("--commit", metavar="HASH", help="of the tree, on a machine without git")
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU, of tiny sizes")
     return parser.parse_args(argv)
 
@@ -114,81 +119,135 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 class _Run:
     """Runs phases, each in a process of its own and within its time."""
 
-    def __init__(self, arguments: argparse.Namespace, scratch: Path, started_s: float) -> None:
+    def __init__(self, arguments: argparse.Namespace, command: str, scratch: Path) -> None:
+        self.phases: list[dict[str, Any]] = []
+        """Each phase's part of the JSON, in order; one under way has what it has measured."""
         self.machine: dict[str, Any] = {}
         """The machine, as the phases describe it."""
         self.no_device: str | None = None
         """Why there is no device, or none any more. Then no phase runs."""
-        self._arguments, self._scratch, self._started_s = arguments, scratch, started_s
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.was_interrupted = False
+        self._arguments, self._command, self._scratch = arguments, command, scratch
+        self._started_s = time.monotonic()
+        self._commit = arguments.commit or _commit()
+        self._versions = _versions()
+        self._saving = threading.Lock()
 
-    def end(self) -> None:
-        """Ends the run at once; may be called from any thread."""
-        for process in self._processes:
-            _end(process)
+    def run_all(self, chosen: Sequence[Phase]) -> None:
+        """Runs the phases in their order. Checks run side by side, since they time nothing; each
+        other phase has the machine to itself, except in a dry run."""
 
-    def document(self, command: str, phases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The run's JSON, with the phases that have ended so far."""
-        rows = [row for outcome in phases for row in outcome["rows"]]
+        def turn(phase: Phase) -> str:
+            if phase.is_check:
+                return "checks"
+            return "timed" if self._arguments.tiny else phase.name
+
+        with suppress(KeyboardInterrupt, Terminated):
+            for _, some in groupby(chosen, turn):
+                self._run_side_by_side(list(some))
+
+    @property
+    def wrong_checks(self) -> list[str]:
+        """Names of the checks that ran and did not pass."""
+        return [
+            phase["name"]
+            for phase in self.phases
+            if phase["is_check"] and phase["status"] in ("failed", "timed out")
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """The run's JSON as it stands."""
+        rows = [row for phase in self.phases for row in phase["rows"]]
         return {
             "schema": SCHEMA,
             "dry_run": self._arguments.tiny,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": command,
-            "commit": _commit(),
-            "versions": _versions(),
+            "command": self._command,
+            "commit": self._commit,
+            "versions": self._versions,
             "machine": self.machine,
             "seconds": round(time.monotonic() - self._started_s, 1),
-            "phases": list(phases),
+            "phases": self.phases,
             # A dry run's figures are compared with nothing.
             "goals": [goal.evaluate([] if self._arguments.tiny else rows) for goal in GOALS],
         }
 
-    def run(self, phase: Phase) -> dict[str, Any]:
-        """Runs a phase; returns its part of the JSON."""
+    def save(self) -> Path:
+        """Writes the JSON as it stands."""
+        with self._saving:
+            return _write(self.document(), self._arguments.output or APART)
+
+    def _run_side_by_side(self, some: Sequence[Phase]) -> None:
+        outcomes = [self._begin(phase) for phase in some]
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                list(pool.map(self._run, some, outcomes))
+            except BaseException:
+                self.was_interrupted = True  # which the phases' threads see soon
+                raise
+
+    def _begin(self, phase: Phase) -> dict[str, Any]:
+        """Adds a phase to the JSON."""
+        self.phases.append(
+            {
+                "name": phase.name,
+                "is_check": phase.is_check,
+                "status": "skipped",
+                "error": None,
+                "seconds": 0.0,
+                "limit_s": phase.limit_s,
+                "host_gib_left": None,
+                "rows": [],
+            }
+        )
+        return self.phases[-1]
+
+    def _run(self, phase: Phase, outcome: dict[str, Any]) -> None:
+        """Runs a phase, and keeps its part of the JSON up to date."""
         left_s = self._arguments.minutes * 60 - RESERVE_S - (time.monotonic() - self._started_s)
         limit_s = min(phase.limit_s, left_s)
-        outcome: dict[str, Any] = {
-            "name": phase.name,
-            "is_check": phase.is_check,
-            "status": "skipped",
-            "error": None,
-            "seconds": 0.0,
-            "limit_s": round(limit_s, 1),
-            "rows": [],
-        }
-        if self.no_device is not None:
-            outcome["error"] = self.no_device
-            return outcome
-        missing = phase.missing_packages()
-        if missing:
-            outcome["error"] = f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
-        elif limit_s <= GRACE_S:
-            outcome["error"] = "the phases before it took all the time"
-        else:
+        outcome["limit_s"] = round(limit_s, 1)
+        outcome["error"] = self._reason_to_skip(phase, limit_s)
+        if outcome["error"] is None:
             self._run_process(phase, limit_s, outcome)
+            if self.machine:
+                self.save()
         reason = f": {outcome['error']}" if outcome["error"] else ""
         print(f"{phase.name}: {outcome['status']}, {outcome['seconds']:.0f} s{reason}", flush=True)
-        return outcome
+
+    def _reason_to_skip(self, phase: Phase, limit_s: float) -> str | None:
+        if self.was_interrupted:
+            return "the run was interrupted before it"
+        if self.no_device is not None:
+            return self.no_device
+        if self.wrong_checks and not phase.is_check:
+            return f"{' and '.join(self.wrong_checks)} failed, so nothing is timed"
+        if missing := phase.missing_packages():
+            return f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
+        if limit_s <= GRACE_S:
+            return "the phases before it took all the time"
+        return None
 
     def _run_process(self, phase: Phase, limit_s: float, outcome: dict[str, Any]) -> None:
         print(f"{phase.name}:", flush=True)
         started_s = time.monotonic()
         records = self._scratch / f"{phase.name}.jsonl"
         records.touch()
-        code = self._exit_code(phase, limit_s, records)
-        outcome["seconds"] = round(time.monotonic() - started_s, 1)
-        for line in records.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # its process was ended while it wrote the last one
-                break
-            if "row" in record:
-                outcome["rows"].append(record["row"])
-            self.machine |= record.get("machine", {})
-            outcome["error"] = record.get("error", outcome["error"])
+        outcome["status"] = "running"
+
+        def look() -> None:
+            outcome["seconds"] = round(time.monotonic() - started_s, 1)
+            left_gib = round(available_gib(), 1)
+            least_gib = outcome["host_gib_left"]
+            outcome["host_gib_left"] = left_gib if least_gib is None else min(least_gib, left_gib)
+            self._read(records, outcome)
+
+        code = self._exit_code(phase, limit_s, records, look)
+        look()
         if code == 0:
             outcome["status"] = "passed"
+        elif self.was_interrupted:
+            outcome["status"], outcome["error"] = "interrupted", "the run was interrupted"
         elif code is None:
             outcome["status"], outcome["error"] = "timed out", f"was ended after {limit_s:.0f} s"
         else:
@@ -197,25 +256,47 @@ class _Run:
         if code == NO_DEVICE:
             self.no_device = outcome["error"]
 
-    def _exit_code(self, phase: Phase, limit_s: float, records: Path) -> int | None:
-        """Runs the phase; returns its exit code, or None if it was killed after ``limit_s``."""
+    def _read(self, records: Path, outcome: dict[str, Any]) -> None:
+        """Takes over what the phase has written so far."""
+        rows = []
+        for line in records.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # the last one is not whole yet, or its process was ended
+                break
+            if "row" in record:
+                rows.append(record["row"])
+            self.machine |= record.get("machine", {})
+            outcome["error"] = record.get("error", outcome["error"])
+        outcome["rows"] = rows
+
+    def _exit_code(
+        self, phase: Phase, limit_s: float, records: Path, look: Callable[[], None]
+    ) -> int | None:
+        """Runs the phase; returns its exit code, or None if it was killed after ``limit_s``.
+
+        Args:
+            look: is called now and then; afterwards the JSON is saved.
+        """
         command = [
             sys.executable, "-m", "benchmarks.gpu.run_phase", phase.module,
             "--records", str(records), "--scratch", str(self._scratch),
             "--dataset", self._arguments.sharegpt, "--seconds", str(limit_s - GRACE_S),
         ]  # fmt: skip
-        tiny = self._arguments.tiny
-        # A session of its own, so that the processes that it starts can be ended with it.
+        ends_s = time.monotonic() + limit_s
+        # A group of its own, so that the processes that it starts can be ended with it.
         process = subprocess.Popen(
-            command + ["--tiny"] * tiny, env=self._environment(), start_new_session=True
+            command + ["--tiny"] * self._arguments.tiny, env=self._environment(), process_group=0
         )
-        self._processes.append(process)
         try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
+            while not self.was_interrupted and (left_s := ends_s - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(LOOK_EVERY_S, left_s))
+                look()
+                if self.machine:
+                    self.save()
             return None
         finally:
-            self._processes.remove(process)
             _end(process)
 
     def _environment(self) -> dict[str, str]:
@@ -235,8 +316,9 @@ class _Run:
 def _write(document: Mapping[str, Any], output: Path) -> Path:
     output.mkdir(parents=True, exist_ok=True)
     path = output / file_name(document)
-    path.write_text(_as_table(document) + "\n", encoding="utf-8")
-    return path
+    whole = path.with_suffix(".new")  # a kill must not leave half a file
+    whole.write_text(_as_table(document) + "\n", encoding="utf-8")
+    return whole.replace(path)
 
 
 def _as_table(value: Any, indent: str = "") -> str:
@@ -282,8 +364,12 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated
+
+
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    signal.signal(signal.SIGTERM, _terminate)
+    # A shell starts background programs with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())

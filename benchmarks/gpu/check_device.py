@@ -82,8 +82,12 @@ class Device(ABC):
         memory too."""
 
     @abstractmethod
-    def time(self, calls: Sequence[Call]) -> Timing:
-        """Device time of one call; the calls take turns."""
+    def time(self, calls: Sequence[Call], calls_in_a_graph: int = CALLS_IN_A_GRAPH) -> Timing:
+        """Device time of one call; the calls take turns.
+
+        Args:
+            calls_in_a_graph: at least so many are captured in one graph.
+        """
 
     @abstractmethod
     def queued_time(self, call: Call, repeats: int) -> Timing:
@@ -145,9 +149,9 @@ class CudaDevice(Device):
     def free_bytes(self) -> float:
         return float(torch.cuda.mem_get_info(self.torch_device)[0])
 
-    def time(self, calls: Sequence[Call]) -> Timing:
+    def time(self, calls: Sequence[Call], calls_in_a_graph: int = CALLS_IN_A_GRAPH) -> Timing:
         # A whole number of rounds over the inputs.
-        rounds = math.ceil(CALLS_IN_A_GRAPH / len(calls))
+        rounds = math.ceil(calls_in_a_graph / len(calls))
         graph = self._capture(calls, rounds)
         graph.replay()
         (once_s,) = self._replay(graph, 1)
@@ -232,7 +236,7 @@ class CpuDevice(Device):
     def free_bytes(self) -> float:
         return math.inf
 
-    def time(self, calls: Sequence[Call]) -> Timing:
+    def time(self, calls: Sequence[Call], calls_in_a_graph: int = CALLS_IN_A_GRAPH) -> Timing:
         return self.wall_time(calls[0], 1)
 
     def queued_time(self, call: Call, repeats: int) -> Timing:

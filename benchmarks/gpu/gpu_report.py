@@ -79,7 +79,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{document['seconds']:.0f} s",
     ]
     parts.append(f"`{document['command']}`: {', '.join(facts)}.")
-    parts.append(_table(("phase", "result", "s"), map(_phase_cells, document["phases"])))
+    parts.append(_phases(document["phases"]))
     parts.append(
         _table(("goal", "must", "stretch", "measured", ""), map(_goal_cells, document["goals"]))
     )
@@ -90,9 +90,21 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _phase_cells(phase: Mapping[str, Any]) -> Sequence[str]:
-    error = f": {phase['error']}" if phase["error"] else ""
-    return phase["name"], f"{phase['status']}{error}", f"{phase['seconds']:.0f}"
+def _phases(phases: Sequence[Mapping[str, Any]]) -> str:
+    header = ["phase", "result", "s"]
+    rows = [
+        [
+            phase["name"],
+            f"{phase['status']}{(phase['error'] and ': ' + phase['error']) or ''}",
+            f"{phase['seconds']:.0f}",
+        ]
+        for phase in phases
+    ]
+    if any("host_gib_left" in phase for phase in phases):  # older runs did not look
+        header.append("least host memory left, GiB")
+        for phase, row in zip(phases, rows, strict=True):
+            row.append(_number(phase["host_gib_left"]))
+    return _table(header, rows)
 
 
 def _goal_cells(goal: Mapping[str, Any]) -> Sequence[str]:

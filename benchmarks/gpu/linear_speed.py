@@ -1,4 +1,4 @@
-"""Speed of a linear layer with its weight in few bits, and in 16."""
+"""Speed of a linear layer with its weight in few bits and in 16, and with bias and ReLU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from fastserve_kernels import ops
+from fastserve_kernels.gpu.activations import bias_relu
 from fastserve_kernels.quantized_weight import GroupNumbers, QuantizedWeight
 from torch import Tensor
 
 from benchmarks.gpu.ceilings import read_rate
-from benchmarks.gpu.check_device import Timing
+from benchmarks.gpu.check_device import Call, Timing
 from benchmarks.gpu.phase_context import Context
 
 OUT, IN = 20480, 5120  # the feed-forward layer's first linear, of OPT-13B
@@ -45,6 +47,30 @@ def run(context: Context) -> None:
                     "× as fast": in_16_bits.seconds / timing.seconds,
                 },
             )
+
+    for rows in (3,) if context.tiny else ROWS:
+        _bias_and_relu(context, out, size, rows)
+
+
+def _bias_and_relu(context: Context, out: int, size: int, rows: int) -> None:
+    """As the engine computes it, and the two ways that it can: our kernel after the product, and
+    the epilogue of cuBLAS."""
+    device = context.device.torch_device
+    x, weight, bias = (
+        torch.randn(shape, dtype=DTYPE, device=device) for shape in ((rows, size), (out, size), out)
+    )
+    ways: dict[str, Call] = {
+        "the engine's": partial(ops.PackedLinear(weight, bias, relu=True), x),
+        "linear, then bias_relu": lambda: bias_relu(F.linear(x, weight), bias),
+        "torch._addmm_activation": lambda: torch._addmm_activation(bias, x, weight.t()),
+    }
+    figures: dict[str, float] = {}
+    for name, call in ways.items():
+        timing = context.device.time([call])
+        figures |= {f"{name}, µs": timing.seconds * 1e6, f"{name}, spread": timing.spread}
+    context.recorder.row(
+        "linear, bias and ReLU", {"rows": rows, "matrix": f"{out} × {size}"}, figures
+    )
 
 
 def _dense_times(context: Context, out: int, size: int, counts: Sequence[int]) -> list[Timing]:

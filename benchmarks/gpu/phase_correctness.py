@@ -22,8 +22,10 @@ from benchmarks.gpu.case_runs import CaseRuns
 from benchmarks.gpu.check_device import find_device
 from benchmarks.gpu.phase_context import CheckFailed, Context, one_line
 
-# Compiling a kernel for each case keeps one core busy and the device idle.
+# Compiling a kernel for each case keeps one core busy and the device idle. Each process takes half
+# a GiB of the device for its context.
 MOST_PROCESSES = 14
+CORES_OF_PARITY = 4  # which runs beside this phase
 MOST_FAILURES_SHOWN = 5
 DRY_RUN_CASE = 2  # of each operation's cases: neither empty nor large
 
@@ -49,8 +51,9 @@ def run(context: Context) -> None:
     indices = _dry_run_indices(cases) if context.tiny else list(range(len(cases)))
     check = partial(outcomes_of, tiny=context.tiny)
     outcomes: list[Outcome] = []
-    num_processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    with CaseRuns(check, indices, 1 if context.tiny else num_processes) as runs:
+    num_cores = len(os.sched_getaffinity(0)) - CORES_OF_PARITY
+    num_processes = 1 if context.tiny else max(1, min(MOST_PROCESSES, num_cores))
+    with CaseRuns(check, indices, num_processes) as runs:
         for some in runs.results(context.ends_s):
             outcomes += some
         # Reported before hanging cases are killed, which may take the rest of the process's time.

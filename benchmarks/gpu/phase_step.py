@@ -1,16 +1,19 @@
 """Phase "step": whole decode steps of a rank over their floor, each sent while the one before it
-runs, as in serving; the gap between two of them; and the choice of their tokens."""
+runs, as in serving; beside a hand-written loop; the gap between two of them; and the choice of
+their tokens."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from functools import partial
 
 import torch
-from fastserve_backend.checkpoints.model_config import Quantization
+from fastserve_backend.checkpoints.model_config import ModelConfig, Quantization
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
 from fastserve_backend.sampling_params import SamplingParams
 
@@ -19,6 +22,7 @@ from benchmarks.gpu.ceilings import read_rate
 from benchmarks.gpu.decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
 from benchmarks.gpu.phase_context import Context
 from benchmarks.gpu.random_models import MODELS, engine_config, largest_model
+from benchmarks.gpu.static_loop import StaticLoop, StaticModel
 from benchmarks.replay import run_jobs
 
 CONTEXT = 512
@@ -41,15 +45,20 @@ def _steps_if_it_fits(
 ) -> None:
     context.device.free()
     try:
-        _steps(context, name, read_bytes_s, quantization)
+        config, seconds = _steps(context, name, read_bytes_s, quantization)
+        if quantization is None:
+            context.device.free()  # both models together may not fit
+            _hand_written(context, name, config, seconds)
     except torch.OutOfMemoryError:
         print(f"  {name}: does not fit into the device's memory")
 
 
 def _steps(
     context: Context, name: str, read_bytes_s: float, quantization: Quantization | None
-) -> None:
+) -> tuple[ModelConfig, dict[int, float]]:
+    """Returns the model's configuration, and the seconds of a step of each batch size."""
     tokens, batches = (32, (1, 2)) if context.tiny else (CONTEXT, BATCHES)
+    seconds: dict[int, float] = {}
     model = load(context, name, max(batches) * blocks_of(tokens), max(batches), quantization)
     label = name if quantization is None else f"{name}, {quantization}"
     for number, batch in enumerate(batches):
@@ -70,6 +79,32 @@ def _steps(
                 "× floor": timing.seconds / floor_s,
                 "tokens/s": batch / timing.seconds,
                 "ms, not sent ahead": alone.seconds * 1e3,
+            },
+        )
+        seconds[batch] = timing.seconds
+    return model.config, seconds
+
+
+@torch.inference_mode()
+def _hand_written(
+    context: Context, name: str, config: ModelConfig, ours_s: Mapping[int, float]
+) -> None:
+    """One graph of a step in plain torch, replayed without a pause.
+
+    Args:
+        ours_s: our seconds by batch size.
+    """
+    tokens = 32 if context.tiny else CONTEXT
+    model = StaticModel(config, torch_dtype(config), context.device.torch_device)
+    for batch, seconds in ours_s.items():
+        timing = context.device.time([StaticLoop(model, batch, tokens).step], calls_in_a_graph=1)
+        context.recorder.row(
+            "hand-written loop in one CUDA graph",
+            {"model": name, "batch": batch, "context": tokens},
+            {
+                "ms": timing.seconds * 1e3,
+                "spread": timing.spread,
+                "its time over ours": timing.seconds / seconds,
             },
         )
 

@@ -10,7 +10,7 @@ from fastserve_kernels import ops
 from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms
 from torch import Tensor
 
-from benchmarks.gpu.ceilings import copy_rate
+from benchmarks.gpu.ceilings import read_rate
 from benchmarks.gpu.check_device import Call
 from benchmarks.gpu.phase_context import Context
 
@@ -27,10 +27,9 @@ MakeCall = Callable[[], tuple[Call, Sequence[Tensor]]]
 
 
 def run(context: Context) -> None:
-    rate, _ = copy_rate(context.device)
+    rate, _ = read_rate(context.device)
     for rows in (3,) if context.tiny else (1, 16, *ROWS):
         _int8_linear_against_dense(context, rows, rate)
-        _bias_relu_against_epilogue(context, rows)
     for rows in (3,) if context.tiny else ROWS:
         speed = _Speed(context, rate, rows)
         for name, make in speed.kernels().items():
@@ -44,8 +43,8 @@ def run(context: Context) -> None:
 class _Speed:
     """Times kernels on ``rows`` rows of OPT-13B's sizes, or of much smaller ones in a dry run."""
 
-    def __init__(self, context: Context, copy_bytes_s: float, rows: int) -> None:
-        self._context, self._rate, self._rows = context, copy_bytes_s, rows
+    def __init__(self, context: Context, read_bytes_s: float, rows: int) -> None:
+        self._context, self._rate, self._rows = context, read_bytes_s, rows
         self._device = context.device.torch_device
         self._hidden, self._wide, self._heads, self._vocabulary = (
             (64, 128, 2, 300) if context.tiny else (HIDDEN, FEED_FORWARD, HEADS, VOCABULARY)
@@ -65,7 +64,7 @@ class _Speed:
                 "µs": timing.seconds * 1e6,
                 "spread": timing.spread,
                 "GB/s": bytes_s / 1e9,
-                "share of copy rate": bytes_s / self._rate,
+                "share of read rate": bytes_s / self._rate,
             },
         )
 
@@ -146,28 +145,7 @@ class _Speed:
         )
 
 
-def _bias_relu_against_epilogue(context: Context, rows: int) -> None:
-    """The feed-forward layer's first linear: with our kernel after it, and in cuBLAS's epilogue."""
-    device = context.device.torch_device
-    hidden, wide = (64, 128) if context.tiny else (HIDDEN, FEED_FORWARD)
-    x = torch.randn(rows, hidden, dtype=DTYPE, device=device)
-    weight = torch.randn(wide, hidden, dtype=DTYPE, device=device)
-    bias = torch.randn(wide, dtype=DTYPE, device=device)
-    ours = context.device.time([lambda: activations.bias_relu(F.linear(x, weight), bias)])
-    epilogue = context.device.time([lambda: torch._addmm_activation(bias, x, weight.t())])
-    context.recorder.row(
-        "linear, bias and ReLU",
-        {"rows": rows, "matrix": f"{wide} × {hidden}"},
-        {
-            "linear, then bias_relu, µs": ours.seconds * 1e6,
-            "spread": ours.spread,
-            "torch._addmm_activation, µs": epilogue.seconds * 1e6,
-            "its spread": epilogue.spread,
-        },
-    )
-
-
-def _int8_linear_against_dense(context: Context, rows: int, copy_bytes_s: float) -> None:
+def _int8_linear_against_dense(context: Context, rows: int, read_bytes_s: float) -> None:
     """The feed-forward layer's first linear, with its weight in INT8 and in 16 bits."""
     device = context.device.torch_device
     hidden, wide = (64, 128) if context.tiny else (HIDDEN, FEED_FORWARD)
@@ -194,7 +172,7 @@ def _int8_linear_against_dense(context: Context, rows: int, copy_bytes_s: float)
         {
             "µs": ours.seconds * 1e6,
             "spread": ours.spread,
-            "share of copy rate": num_bytes / ours.seconds / copy_bytes_s,
+            "share of read rate": num_bytes / ours.seconds / read_bytes_s,
             "in 16 bits, µs": torchs.seconds * 1e6,
             "× as fast": torchs.seconds / ours.seconds,
         },

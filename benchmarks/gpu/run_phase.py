@@ -4,6 +4,8 @@ on the device, ends this phase alone."""
 from __future__ import annotations
 
 import argparse
+import ctypes
+import signal
 import sys
 import time
 import traceback
@@ -15,6 +17,7 @@ from benchmarks.gpu.phase_context import CheckFailed, Context, Recorder, one_lin
 
 FAILED, NO_DEVICE = 1, 3
 """Exit codes."""
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def main() -> int:
@@ -26,6 +29,8 @@ def main() -> int:
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    # If check.py is killed, this process must not go on to use the device beside the next run.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     started_s = time.monotonic()
     recorder = Recorder(arguments.records)
     try:

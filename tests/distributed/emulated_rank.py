@@ -47,7 +47,7 @@ def run() -> int:
     run_thread = threading.Thread.run
 
     def run_on_gpu(thread: threading.Thread) -> None:
-        with torch.inference_mode(), EmulatedGPU(gpu.device, gpu.pinned):
+        with torch.inference_mode(), EmulatedGPU(gpu.device, gpu.pinned, gpu.registered):
             run_thread(thread)
 
     monkeypatch.setattr(threading.Thread, "run", run_on_gpu)

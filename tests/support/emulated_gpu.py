@@ -100,7 +100,10 @@ class EmulatedGPU(TorchDispatchMode):
     """The GPU as one thread sees it. All threads share ``pinned`` memory."""
 
     def __init__(
-        self, device: torch.device = DEVICE, pinned: dict[int, Tensor | None] | None = None
+        self,
+        device: torch.device = DEVICE,
+        pinned: dict[int, Tensor] | None = None,
+        registered: dict[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.device = device
@@ -110,6 +113,10 @@ class EmulatedGPU(TorchDispatchMode):
         self._capture: _Commands | None = None
         self.pinned = {} if pinned is None else pinned
         """By address, held so that no other memory gets it."""
+        self.registered = {} if registered is None else registered
+        """Sizes in bytes of pieces of memory, by address."""
+        self.most_registered: float = float("inf")
+        """In bytes; beyond that, memory is refused."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -185,8 +192,36 @@ class EmulatedGPU(TorchDispatchMode):
             if name == "_to_copy" and not to_gpu and not is_async:
                 self.wait("a copy to the host")
             return
-        if not is_async or _address(on_host) not in self.pinned:
+        if not is_async or not self._is_pinned(on_host):
             self.wait(f"a copy of {'pageable memory' if is_async else 'the host'}")
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a copy need not wait: the memory is pinned, and by one registration."""
+        if _address(tensor) in self.pinned:
+            return True
+        start = tensor.data_ptr()
+        last = sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        end = start + (last + 1) * tensor.element_size()
+        pieces = self.registered.items()
+        inside = [piece <= start and end <= piece + size for piece, size in pieces]
+        if not any(inside) and any(start < piece + size and piece < end for piece, size in pieces):
+            raise ValueError("a copy crosses the end of registered memory")
+        return any(inside)
+
+    def _register(self, address: int, num_bytes: int, flags: int) -> int:
+        end = address + num_bytes
+        if sum(self.registered.values()) + num_bytes > self.most_registered:
+            return 2  # cudaErrorMemoryAllocation
+        if any(address < a + size and a < end for a, size in self.registered.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.registered[address] = num_bytes
+        return 0
+
+    def _unregister(self, address: int) -> int:
+        # 713: cudaErrorHostMemoryNotRegistered
+        return 0 if self.registered.pop(address, None) else 713
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self.pinned[_address(tensor)] = tensor
@@ -208,7 +243,7 @@ class EmulatedGPU(TorchDispatchMode):
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
         tensors = _tensors((args, kwargs))
-        if any(not _is_here(one) and _address(one) not in self.pinned for one in tensors):
+        if any(not _is_here(one) and not self._is_pinned(one) for one in tensors):
             raise ValueError("a kernel cannot access the host's memory, unless it is pinned")
         run = _compiled if isinstance(kernel, JITFunction) else _interpreted
         self.execute(
@@ -221,9 +256,9 @@ class EmulatedGPU(TorchDispatchMode):
         def capture(graph: _Graph, **_: Any) -> Any:
             return self.capture(graph)
 
-        def register(address: int, num_bytes: int, flags: int) -> int:
-            self.pinned[address] = None
-            return 0
+        def check_error(error: int) -> None:
+            if error:
+                raise _cuda_error(error)
 
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self.launch(kernel, *args, **kwargs)
@@ -243,8 +278,10 @@ class EmulatedGPU(TorchDispatchMode):
             "CUDAGraph": _Graph,
             "graph": capture,
             "graph_pool_handle": lambda: None,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=register),
-            "check_error": lambda error: None,
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=self._register, cudaHostUnregister=self._unregister
+            ),
+            "check_error": check_error,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self._pin(tensor.clone()))
@@ -294,6 +331,12 @@ class _Stream:
 
 
 _interpreted, _compiled = GridExecutor.__call__, JITFunction.run
+
+
+def _cuda_error(code: int) -> torch.cuda.CudaError:
+    error = torch.cuda.CudaError.__new__(torch.cuda.CudaError, code)  # its constructor needs CUDA
+    RuntimeError.__init__(error, f"emulated ({code})")
+    return error
 
 
 def _on_host(value: Any) -> Any:

@@ -6,16 +6,20 @@ error: operations on tensors of two devices, kernels on host memory, waits or co
 memory in a capture. Operations that make the host wait for the device are recorded. A captured
 graph repeats its operations on the same memory.
 
-Not emulated: concurrent streams, memory that runs out, and time.
+Streams run nothing concurrently, but they know which operations must have ended before the next one
+starts (`Stream`). Not emulated: memory that runs out, and time.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import ptx.driver
 import pytest
@@ -96,8 +100,66 @@ class DeviceTensor(Tensor):
         return copied
 
 
+class Stream:
+    """Operations of a stream end in their order. Those of two streams are in order only if one
+    stream has waited for the other."""
+
+    _numbers = count()
+    issued: ClassVar[Counter[int]] = Counter()
+    """By stream, the number of all its operations."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.number = next(Stream._numbers)
+        self.ended_before: Counter[int] = Counter()
+        """By stream: how many of its operations will have ended when the next one here starts."""
+
+    def add_operation(self) -> dict[int, int]:
+        """Returns ``ended_before`` of the operation after this one."""
+        self.ended_before |= _thread.ended
+        Stream.issued[self.number] += 1
+        self.ended_before[self.number] = Stream.issued[self.number]
+        return dict(self.ended_before)
+
+    def __enter__(self) -> None:
+        _thread.streams.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _thread.streams.pop()
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.ended_before |= stream.ended_before
+
+    def wait_event(self, event: _Event) -> None:
+        self.ended_before |= event.ended_before
+
+    def synchronize(self) -> None:
+        _thread.ended |= self.ended_before
+
+
+class _Thread(threading.local):
+    """What one thread of the host does."""
+
+    def __init__(self) -> None:
+        self.streams = [_default_stream]
+        """The last is current."""
+        self.ended: Counter[int] = Counter()
+        """As `Stream.ended_before`: what the thread has waited for."""
+        self.replays = False
+
+
+_default_stream = Stream()
+_thread = _Thread()
+
+
+def current_stream(device: object = None) -> Stream:
+    return _thread.streams[-1]
+
+
 class EmulatedGPU(TorchDispatchMode):
     """The GPU as one thread sees it. All threads share ``pinned`` memory."""
+
+    computes = True
+    """False: kernels do nothing, all memory is zero, and so steps take little time."""
 
     def __init__(
         self,
@@ -111,6 +173,8 @@ class EmulatedGPU(TorchDispatchMode):
         """What made the host wait until the device had done all that it was given. A wait for an
         event is none."""
         self._capture: _Commands | None = None
+        self.captured_in: _Graph | None = None
+        """The graph that is captured now."""
         self.pinned = {} if pinned is None else pinned
         """By address, held so that no other memory gets it."""
         self.registered = {} if registered is None else registered
@@ -128,7 +192,8 @@ class EmulatedGPU(TorchDispatchMode):
         to_gpu = device is not None and device.type == "cuda"
         pins = kwargs.pop("pin_memory", False)
         if not is_here and not to_gpu:
-            return self._pin(func(*args, **kwargs)) if pins else func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return self._pin(self._zeroed(name, result)) if pins else result
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
             with self:
@@ -146,7 +211,10 @@ class EmulatedGPU(TorchDispatchMode):
         operation = partial(func, *tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         if device is not None and not to_gpu:  # a copy to the host, to pinned memory
             return self._pin(operation())
-        return self.execute(operation, tensors)
+        return self.execute(lambda: self._zeroed(name, operation()), tensors)
+
+    def _zeroed(self, name: str, result: Any) -> Any:
+        return result if self.computes or "empty" not in name else result.zero_()
 
     def execute(self, operation: Callable[[], Any], arguments: list[Tensor]) -> Any:
         """Runs an operation and returns its results on the device. Within a capture it becomes a
@@ -164,6 +232,13 @@ class EmulatedGPU(TorchDispatchMode):
             return given[id(result)] if id(result) in given else DeviceTensor(result, self)
 
         return tree_map(on_device, results)
+
+    @property
+    def mode(self) -> str:
+        """How an operation runs now."""
+        if self._capture is not None:
+            return "captured"
+        return "replayed" if _thread.replays else "eager"
 
     def wait(self, reason: str) -> None:
         if self._capture is not None:
@@ -228,12 +303,15 @@ class EmulatedGPU(TorchDispatchMode):
         return tensor
 
     @contextmanager
-    def capture(self, graph: _Graph) -> Iterator[None]:
+    def capture(self, graph: _Graph, stream: Stream | None) -> Iterator[None]:
+        _thread.ended |= Stream.issued  # a real capture waits for the device first
         self._capture = commands = []
+        self.captured_in = graph
         try:
-            yield
+            with stream or Stream():
+                yield
         finally:
-            self._capture = None
+            self._capture = self.captured_in = None
         graph.commands = commands
         # A real capture computes nothing.
         for _, results in commands:
@@ -242,6 +320,8 @@ class EmulatedGPU(TorchDispatchMode):
                     result.fill_(float("nan"))
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.computes:
+            return
         tensors = _tensors((args, kwargs))
         if any(not _is_here(one) and not self._is_pinned(one) for one in tensors):
             raise ValueError("a kernel cannot access the host's memory, unless it is pinned")
@@ -253,8 +333,12 @@ class EmulatedGPU(TorchDispatchMode):
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replaces functions of torch.cuda and Triton's launches."""
 
-        def capture(graph: _Graph, **_: Any) -> Any:
-            return self.capture(graph)
+        def capture(graph: _Graph, stream: Stream | None = None, **_: Any) -> Any:
+            return self.capture(graph, stream)
+
+        def synchronize(device: object = None) -> None:
+            self.wait("synchronize")
+            _thread.ended |= Stream.issued
 
         def check_error(error: int) -> None:
             if error:
@@ -270,10 +354,10 @@ class EmulatedGPU(TorchDispatchMode):
             "set_device": lambda device: None,
             "get_device_capability": lambda device=None: capability,
             "get_device_properties": lambda device=None: properties,
-            "synchronize": lambda device=None: self.wait("synchronize"),
+            "synchronize": synchronize,
             "Event": _Event,
-            "Stream": _Stream,
-            "current_stream": lambda device=None: _Stream(),
+            "Stream": Stream,
+            "current_stream": current_stream,
             "stream": lambda stream: stream,
             "CUDAGraph": _Graph,
             "graph": capture,
@@ -295,10 +379,12 @@ class _Graph:
 
     def replay(self) -> None:
         assert self.commands, "neither captured nor reset"
+        _thread.replays = True
         for operation, results in self.commands:
             for old, new in zip(results, _tensors(operation()), strict=True):
                 if old is not None:
                     old.copy_(new)
+        _thread.replays = False
 
     def reset(self) -> None:
         self.commands = []
@@ -307,27 +393,18 @@ class _Graph:
 class _Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._is_timed = enable_timing
+        self.ended_before: Counter[int] = Counter()
 
-    def record(self, stream: _Stream | None = None) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        self.ended_before = Counter((stream or current_stream()).ended_before)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _thread.ended |= self.ended_before
 
     def elapsed_time(self, end: _Event) -> float:
         assert self._is_timed
         assert end._is_timed
         return 1.0
-
-
-class _Stream:
-    def __init__(self, device: torch.device | None = None) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 _interpreted, _compiled = GridExecutor.__call__, JITFunction.run

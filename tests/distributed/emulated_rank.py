@@ -1,12 +1,17 @@
-"""A whole rank, with all threads, on an emulated GPU. Gloo takes NCCL's place."""
+"""A whole rank, with all threads, on an emulated GPU. Gloo takes NCCL's place.
+
+With the variable `COMMUNICATIONS` it computes nothing and notes what it exchanges with other ranks.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import ptx.driver
 
@@ -15,19 +20,24 @@ if __name__ == "__main__":
 
 import pytest
 import torch
+import torch._dynamo  # which a dispatch mode needs: a process imports it before it forks
 import torch.distributed as dist
-from emulated_gpu import DeviceTensor, EmulatedGPU
+from communications import Communication
+from emulated_gpu import DeviceTensor, EmulatedGPU, Stream, current_stream
 from fastserve_backend.worker.__main__ import main
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MEMORY = 1 << 30
 """The GPU's memory in bytes. It always counts as free."""
+COMMUNICATIONS = "COMMUNICATIONS"
+"""Environment variable with the directory for the notes of all ranks."""
 
 
 def run() -> int:
     """Runs the rank on this thread and on those that it starts."""
     gpu = EmulatedGPU(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    EmulatedGPU.computes = COMMUNICATIONS not in os.environ
     monkeypatch = pytest.MonkeyPatch()
     gpu.install(monkeypatch)
     for name, value in {
@@ -41,13 +51,20 @@ def run() -> int:
         "empty_cache": None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    for name in ("all_reduce", "broadcast", "gather", "isend", "recv"):
-        monkeypatch.setattr(dist, name, partial(_communicate, gpu, getattr(dist, name)))
-    monkeypatch.setattr(dist, "init_process_group", partial(_by_gloo, dist.init_process_group))
+    nccl = EmulatedNCCL(gpu)
+    for name, replacement in {
+        "init_process_group": nccl.init_process_group,
+        "new_group": nccl.new_group,
+        "destroy_process_group": nccl.destroy_process_group,
+        "isend": nccl.isend,
+        "recv": nccl.recv,
+        **{name: partial(nccl.collective, name) for name in ("all_reduce", "broadcast", "gather")},
+    }.items():
+        monkeypatch.setattr(dist, name, replacement)
     run_thread = threading.Thread.run
 
     def run_on_gpu(thread: threading.Thread) -> None:
-        with torch.inference_mode(), EmulatedGPU(gpu.device, gpu.pinned):
+        with torch.inference_mode(), EmulatedGPU(gpu.device, gpu.pinned, gpu.registered):
             run_thread(thread)
 
     monkeypatch.setattr(threading.Thread, "run", run_on_gpu)
@@ -55,21 +72,136 @@ def run() -> int:
         return main()
 
 
-def _communicate(gpu: EmulatedGPU, collective: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a communication. Within a capture it becomes a part of the graph."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    args, kwargs = tree_map_only(DeviceTensor, lambda tensor: tensor.on_host, (args, kwargs))
+class EmulatedNCCL:
+    """torch's backend for NCCL, with its streams and its communicators.
 
-    def operation() -> Any:
-        with _disable_current_modes():
-            return collective(*args, **kwargs)
+    As in torch 2.8 to 2.13, a collective runs on the current stream and uses its group's
+    communicator. Two ranks that send and receive have a communicator and a stream of their own.
+    Both are made by the first operation that needs them.
+    """
 
-    return gpu.execute(operation, tensors)
+    def __init__(self, gpu: EmulatedGPU) -> None:
+        self._gpu = gpu
+        self._real: dict[str, Callable[..., Any]] = {
+            name: getattr(dist, name)
+            for name in (
+                "init_process_group", "new_group", "destroy_process_group", "isend", "recv",
+                "all_reduce", "broadcast", "gather",
+            )
+        }  # fmt: skip
+        self._rank = int(os.environ["RANK"])
+        self._world = range(int(os.environ["WORLD_SIZE"]))
+        self._streams: dict[int, Stream] = {}  # by peer
+        self._graphs: list[Any] = []  # with communications
+        directory = os.environ.get(COMMUNICATIONS)
+        self._notes: IO[str] | None = None
+        if directory is not None:
+            # Open as long as the process lives.
+            self._notes = Path(directory, str(self._rank)).open("w")  # noqa: SIM115
+
+    def init_process_group(self, backend: str, **kwargs: Any) -> None:
+        assert backend == "nccl"
+        self._real["init_process_group"]("gloo", **kwargs)
+        self._note("init_process_group", self._world, current_stream())
+
+    def new_group(self, ranks: list[int], **kwargs: Any) -> Any:
+        self._note(f"new_group {ranks}", self._world, current_stream())
+        return self._real["new_group"](ranks, **kwargs)
+
+    def destroy_process_group(self) -> None:
+        if any(graph.commands for graph in self._graphs):
+            raise RuntimeError("NCCL waits for ever for graphs that hold its operations")
+        self._note("destroy_process_group", self._world, current_stream())
+        self._real["destroy_process_group"]()
+
+    def collective(self, name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        members = dist.get_process_group_ranks(kwargs["group"])
+
+        def operation() -> None:
+            self._note(name, members, current_stream(), x, kwargs.get("group_src", 0))
+            self._real[name](*_on_host((x, *args)), **_on_host(kwargs))
+
+        self._execute(operation, x, *args)
+
+    def isend(self, x: torch.Tensor, peer: int) -> _Work:
+        work: list[Any] = []
+
+        def operation() -> None:
+            stream = self._between(peer, self._rank, x)
+            work[:] = [_Work(self._real["isend"](_on_host(x), peer), stream)]
+
+        self._execute(operation, x)
+        return work[0]
+
+    def recv(self, x: torch.Tensor, peer: int) -> None:
+        def operation() -> None:
+            stream = self._between(peer, peer, x)
+            self._real["recv"](_on_host(x), peer)
+            current_stream().wait_stream(stream)
+
+        self._execute(operation, x)
+
+    def _between(self, peer: int, source: int, x: torch.Tensor) -> Stream:
+        """Notes an operation of two ranks; returns its stream."""
+        stream = self._streams.setdefault(peer, Stream())
+        stream.wait_stream(current_stream())
+        name = "send" if source == self._rank else "recv"
+        self._note(name, sorted((self._rank, peer)), stream, x, source)
+        return stream
+
+    def _execute(self, operation: Callable[[], None], *arguments: Any) -> None:
+        """Runs a communication. Within a capture it becomes a part of the graph."""
+        if self._gpu.captured_in is not None:
+            self._graphs.append(self._gpu.captured_in)
+
+        def outside_of_modes() -> None:
+            with _disable_current_modes():
+                operation()
+
+        tensors = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+        self._gpu.execute(outside_of_modes, tensors)
+
+    def _note(
+        self,
+        name: str,
+        members: Any,
+        stream: Stream,
+        x: torch.Tensor | None = None,
+        source: int = 0,
+    ) -> None:
+        ended = stream.add_operation()
+        if self._notes is None:
+            return
+        one = Communication(
+            name=name,
+            members=tuple(members),
+            source=source,
+            shape=() if x is None else tuple(x.shape),
+            dtype="" if x is None else str(x.dtype),
+            mode=self._gpu.mode,
+            thread=threading.current_thread().name,
+            stream=stream.number,
+            ended=ended,
+        )
+        self._notes.write(one.to_json() + "\n")
+        self._notes.flush()
 
 
-def _by_gloo(init_process_group: Any, backend: str, **kwargs: Any) -> None:
-    assert backend == "nccl"
-    init_process_group("gloo", **kwargs)
+class _Work:
+    """A send that is under way."""
+
+    def __init__(self, work: Any, stream: Stream) -> None:
+        self._work = work
+        self._ended = Stream()
+        self._ended.wait_stream(stream)
+
+    def wait(self) -> None:
+        self._work.wait()
+        current_stream().wait_stream(self._ended)
+
+
+def _on_host(values: Any) -> Any:
+    return tree_map_only(DeviceTensor, lambda tensor: tensor.on_host, values)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from fastserve_backend.worker.__main__ import main
 
 NOTES = "NOTES_OF_RANKS"
 """Environment variable with the file of the records, one a line."""
-_take = host_store._host_memory
+_take = host_store.HostPool
 _load = build_rank.load_model
 
 
@@ -46,5 +46,5 @@ if __name__ == "__main__":
     build_rank.check_weights_fit = _noting_check("weights", build_rank.check_weights_fit)
     build_rank.check_swap_space = _noting_check("blocks", build_rank.check_swap_space)
     build_rank.load_model = _load_and_note
-    host_store._host_memory = _take_and_note
+    host_store.HostPool = _take_and_note  # type: ignore[assignment,misc]
     sys.exit(main())

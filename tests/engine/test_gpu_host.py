@@ -180,6 +180,7 @@ def test_blocks_go_to_the_host_and_back(
             copy_blocks(store, CopyBlocks(transfer, is_out, *ids, 16))
         assert gpu.waits == []
         torch.testing.assert_close(on_device.to("cpu")[[6, 7, 0]], expected)
+        store.close()
 
 
 class FailingStore(HostStore):

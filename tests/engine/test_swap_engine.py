@@ -457,3 +457,13 @@ def test_without_host_blocks_there_is_no_link(host_dtype: HostDType, dtype: DTyp
     original = kv.clone()
     assert measure_link(store_of(kv, config, host_dtype, 0), len(kv), BLOCK_SIZE, CPU) == (0, 0)
     assert torch.equal(kv, original)
+
+
+def test_a_closed_engine_has_no_copy_under_way(swaps: Swaps) -> None:
+    for index in range(50):
+        swaps.start_copy(index, True, list(range(12)), list(range(12)))
+    swaps.engine.close()
+    num_ended = swaps.results.qsize()
+    swaps.store.close()
+    assert not any(thread.is_alive() for thread in swaps.engine._threads)
+    assert swaps.results.qsize() == num_ended

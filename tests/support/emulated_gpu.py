@@ -6,16 +6,20 @@ error: operations on tensors of two devices, kernels on host memory, waits or co
 memory in a capture. Operations that make the host wait for the device are recorded. A captured
 graph repeats its operations on the same memory.
 
-Not emulated: concurrent streams, memory that runs out, and time.
+Streams run nothing concurrently, but they know which operations must have ended before the next one
+starts (`Stream`). Not emulated: memory that runs out, and time.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import ptx.driver
 import pytest
@@ -96,11 +100,72 @@ class DeviceTensor(Tensor):
         return copied
 
 
+class Stream:
+    """Operations of a stream end in their order. Those of two streams are in order only if one
+    stream has waited for the other."""
+
+    _numbers = count()
+    issued: ClassVar[Counter[int]] = Counter()
+    """By stream, the number of all its operations."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.number = next(Stream._numbers)
+        self.ended_before: Counter[int] = Counter()
+        """By stream: how many of its operations will have ended when the next one here starts."""
+
+    def add_operation(self) -> dict[int, int]:
+        """Returns ``ended_before`` of the operation after this one."""
+        self.ended_before |= _thread.ended
+        Stream.issued[self.number] += 1
+        self.ended_before[self.number] = Stream.issued[self.number]
+        return dict(self.ended_before)
+
+    def __enter__(self) -> None:
+        _thread.streams.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _thread.streams.pop()
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.ended_before |= stream.ended_before
+
+    def wait_event(self, event: _Event) -> None:
+        self.ended_before |= event.ended_before
+
+    def synchronize(self) -> None:
+        _thread.ended |= self.ended_before
+
+
+class _Thread(threading.local):
+    """What one thread of the host does."""
+
+    def __init__(self) -> None:
+        self.streams = [_default_stream]
+        """The last is current."""
+        self.ended: Counter[int] = Counter()
+        """As `Stream.ended_before`: what the thread has waited for."""
+        self.replays = False
+
+
+_default_stream = Stream()
+_thread = _Thread()
+
+
+def current_stream(device: object = None) -> Stream:
+    return _thread.streams[-1]
+
+
 class EmulatedGPU(TorchDispatchMode):
     """The GPU as one thread sees it. All threads share ``pinned`` memory."""
 
+    computes = True
+    """False: kernels do nothing, all memory is zero, and so steps take little time."""
+
     def __init__(
-        self, device: torch.device = DEVICE, pinned: dict[int, Tensor | None] | None = None
+        self,
+        device: torch.device = DEVICE,
+        pinned: dict[int, Tensor] | None = None,
+        registered: dict[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.device = device
@@ -108,8 +173,14 @@ class EmulatedGPU(TorchDispatchMode):
         """What made the host wait until the device had done all that it was given. A wait for an
         event is none."""
         self._capture: _Commands | None = None
+        self.captured_in: _Graph | None = None
+        """The graph that is captured now."""
         self.pinned = {} if pinned is None else pinned
         """By address, held so that no other memory gets it."""
+        self.registered = {} if registered is None else registered
+        """Sizes in bytes of pieces of memory, by address."""
+        self.most_registered: float = float("inf")
+        """In bytes; beyond that, memory is refused."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -121,7 +192,8 @@ class EmulatedGPU(TorchDispatchMode):
         to_gpu = device is not None and device.type == "cuda"
         pins = kwargs.pop("pin_memory", False)
         if not is_here and not to_gpu:
-            return self._pin(func(*args, **kwargs)) if pins else func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return self._pin(self._zeroed(name, result)) if pins else result
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
             with self:
@@ -139,7 +211,10 @@ class EmulatedGPU(TorchDispatchMode):
         operation = partial(func, *tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         if device is not None and not to_gpu:  # a copy to the host, to pinned memory
             return self._pin(operation())
-        return self.execute(operation, tensors)
+        return self.execute(lambda: self._zeroed(name, operation()), tensors)
+
+    def _zeroed(self, name: str, result: Any) -> Any:
+        return result if self.computes or "empty" not in name else result.zero_()
 
     def execute(self, operation: Callable[[], Any], arguments: list[Tensor]) -> Any:
         """Runs an operation and returns its results on the device. Within a capture it becomes a
@@ -157,6 +232,13 @@ class EmulatedGPU(TorchDispatchMode):
             return given[id(result)] if id(result) in given else DeviceTensor(result, self)
 
         return tree_map(on_device, results)
+
+    @property
+    def mode(self) -> str:
+        """How an operation runs now."""
+        if self._capture is not None:
+            return "captured"
+        return "replayed" if _thread.replays else "eager"
 
     def wait(self, reason: str) -> None:
         if self._capture is not None:
@@ -185,20 +267,51 @@ class EmulatedGPU(TorchDispatchMode):
             if name == "_to_copy" and not to_gpu and not is_async:
                 self.wait("a copy to the host")
             return
-        if not is_async or _address(on_host) not in self.pinned:
+        if not is_async or not self._is_pinned(on_host):
             self.wait(f"a copy of {'pageable memory' if is_async else 'the host'}")
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a copy need not wait: the memory is pinned, and by one registration."""
+        if _address(tensor) in self.pinned:
+            return True
+        start = tensor.data_ptr()
+        last = sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        end = start + (last + 1) * tensor.element_size()
+        pieces = self.registered.items()
+        inside = [piece <= start and end <= piece + size for piece, size in pieces]
+        if not any(inside) and any(start < piece + size and piece < end for piece, size in pieces):
+            raise ValueError("a copy crosses the end of registered memory")
+        return any(inside)
+
+    def _register(self, address: int, num_bytes: int, flags: int) -> int:
+        end = address + num_bytes
+        if sum(self.registered.values()) + num_bytes > self.most_registered:
+            return 2  # cudaErrorMemoryAllocation
+        if any(address < a + size and a < end for a, size in self.registered.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.registered[address] = num_bytes
+        return 0
+
+    def _unregister(self, address: int) -> int:
+        # 713: cudaErrorHostMemoryNotRegistered
+        return 0 if self.registered.pop(address, None) else 713
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self.pinned[_address(tensor)] = tensor
         return tensor
 
     @contextmanager
-    def capture(self, graph: _Graph) -> Iterator[None]:
+    def capture(self, graph: _Graph, stream: Stream | None) -> Iterator[None]:
+        _thread.ended |= Stream.issued  # a real capture waits for the device first
         self._capture = commands = []
+        self.captured_in = graph
         try:
-            yield
+            with stream or Stream():
+                yield
         finally:
-            self._capture = None
+            self._capture = self.captured_in = None
         graph.commands = commands
         # A real capture computes nothing.
         for _, results in commands:
@@ -207,8 +320,10 @@ class EmulatedGPU(TorchDispatchMode):
                     result.fill_(float("nan"))
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.computes:
+            return
         tensors = _tensors((args, kwargs))
-        if any(not _is_here(one) and _address(one) not in self.pinned for one in tensors):
+        if any(not _is_here(one) and not self._is_pinned(one) for one in tensors):
             raise ValueError("a kernel cannot access the host's memory, unless it is pinned")
         run = _compiled if isinstance(kernel, JITFunction) else _interpreted
         self.execute(
@@ -218,12 +333,16 @@ class EmulatedGPU(TorchDispatchMode):
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replaces functions of torch.cuda and Triton's launches."""
 
-        def capture(graph: _Graph, **_: Any) -> Any:
-            return self.capture(graph)
+        def capture(graph: _Graph, stream: Stream | None = None, **_: Any) -> Any:
+            return self.capture(graph, stream)
 
-        def register(address: int, num_bytes: int, flags: int) -> int:
-            self.pinned[address] = None
-            return 0
+        def synchronize(device: object = None) -> None:
+            self.wait("synchronize")
+            _thread.ended |= Stream.issued
+
+        def check_error(error: int) -> None:
+            if error:
+                raise _cuda_error(error)
 
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self.launch(kernel, *args, **kwargs)
@@ -235,16 +354,18 @@ class EmulatedGPU(TorchDispatchMode):
             "set_device": lambda device: None,
             "get_device_capability": lambda device=None: capability,
             "get_device_properties": lambda device=None: properties,
-            "synchronize": lambda device=None: self.wait("synchronize"),
+            "synchronize": synchronize,
             "Event": _Event,
-            "Stream": _Stream,
-            "current_stream": lambda device=None: _Stream(),
+            "Stream": Stream,
+            "current_stream": current_stream,
             "stream": lambda stream: stream,
             "CUDAGraph": _Graph,
             "graph": capture,
             "graph_pool_handle": lambda: None,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=register),
-            "check_error": lambda error: None,
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=self._register, cudaHostUnregister=self._unregister
+            ),
+            "check_error": check_error,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self._pin(tensor.clone()))
@@ -258,10 +379,12 @@ class _Graph:
 
     def replay(self) -> None:
         assert self.commands, "neither captured nor reset"
+        _thread.replays = True
         for operation, results in self.commands:
             for old, new in zip(results, _tensors(operation()), strict=True):
                 if old is not None:
                     old.copy_(new)
+        _thread.replays = False
 
     def reset(self) -> None:
         self.commands = []
@@ -270,10 +393,13 @@ class _Graph:
 class _Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._is_timed = enable_timing
+        self.ended_before: Counter[int] = Counter()
 
-    def record(self, stream: _Stream | None = None) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        self.ended_before = Counter((stream or current_stream()).ended_before)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _thread.ended |= self.ended_before
 
     def elapsed_time(self, end: _Event) -> float:
         assert self._is_timed
@@ -281,19 +407,13 @@ class _Event:
         return 1.0
 
 
-class _Stream:
-    def __init__(self, device: torch.device | None = None) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 _interpreted, _compiled = GridExecutor.__call__, JITFunction.run
+
+
+def _cuda_error(code: int) -> torch.cuda.CudaError:
+    error = torch.cuda.CudaError.__new__(torch.cuda.CudaError, code)  # its constructor needs CUDA
+    RuntimeError.__init__(error, f"emulated ({code})")
+    return error
 
 
 def _on_host(value: Any) -> Any:

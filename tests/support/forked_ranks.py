@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -64,15 +64,19 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Ends with this process, which holds its socket."""
+    """Ends with this process, which holds its socket.
 
-    def __init__(self) -> None:
+    Args:
+        program: of its ranks, as module:function.
+    """
+
+    def __init__(self, program: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # It runs with a rank's environment, which libraries read when they are loaded.
             environment = rank_processes.rank_environment()
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER)], stdin=theirs, env=environment
+                [sys.executable, str(SERVER), program], stdin=theirs, env=environment
             )
         self._lock = threading.Lock()
 
@@ -98,19 +102,24 @@ class ForkServer:
 
 
 @cache
-def fork_server() -> ForkServer:
-    return ForkServer()
+def fork_server(program: str = "fastserve_backend.worker.__main__:main") -> ForkServer:
+    return ForkServer(program)
 
 
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
     """Forks ranks of engines in this process, if they run the product's program."""
+    yield from forking(fork_server)
+
+
+def forking(server: Callable[[], ForkServer]) -> Iterator[None]:
+    """Forks ranks from this server meanwhile."""
     start = rank_processes._start
 
     def fork_or_start(command: Sequence[str], environment: Mapping[str, str]) -> object:
         if list(command[: len(RANK)]) != RANK:
             return start(command, environment)
-        return fork_server().start(command, environment)
+        return server().start(command, environment)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_processes, "_start", fork_or_start)

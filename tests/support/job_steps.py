@@ -54,7 +54,12 @@ TURNS = [
 
 
 def run_turns(
-    launch: Launch, *, ahead: bool, sampled: bool = True, masked_vocab: int | None = None
+    launch: Launch,
+    *,
+    ahead: bool,
+    sampled: bool = True,
+    masked_vocab: int | None = None,
+    computed: bool = True,
 ) -> list[StepResult]:
     """
     Args:
@@ -64,6 +69,7 @@ def run_turns(
             all are greedy.
         masked_vocab: size of the vocabulary. Masked jobs may choose every third token, and a biased
             job always chooses the last. None: no masks and biases.
+        computed: false if the ranks compute nothing, and so all outputs may be alike.
     """
     done = [0] * len(PROMPTS)
     outputs: list[list[int]] = [[] for _ in PROMPTS]
@@ -107,7 +113,7 @@ def run_turns(
             take(chosen, unanswered.pop(0))
     if ahead:
         take(chosen, unanswered.pop(0))
-    assert len({tuple(tokens) for tokens in outputs}) == len(outputs)
+    assert not computed or len({tuple(tokens) for tokens in outputs}) == len(outputs)
     assert [result.step_id for result in results] == list(range(len(TURNS)))
     return results
 

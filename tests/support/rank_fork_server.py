@@ -1,5 +1,7 @@
 """A process that has imported a rank's modules and forks into ranks. See ``forked_ranks``.
 
+Its argument is the program of these ranks, as module:function.
+
 Its standard input is a socket with a request for each rank: arguments, variables and directory as
 JSON, and four descriptors. These are the rank's standard input, output and error, and a pipe for
 its exit status. The answer is the rank's process id, with a pidfd. The end is the status that
@@ -8,6 +10,7 @@ its exit status. The answer is the rank's process id, with a pidfd. The end is t
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -17,10 +20,12 @@ import sys
 from contextlib import suppress
 
 from fastserve_backend.system.lasting_imports import lasting_imports
-from fastserve_backend.worker.__main__ import main
 
+module, _, function = sys.argv[1].partition(":")
 with lasting_imports():
     import fastserve_backend.worker.worker  # noqa: F401
+
+    run_rank = getattr(importlib.import_module(module), function)
 
 MOST_REQUEST_BYTES = 2**20
 
@@ -77,4 +82,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     channel = socket.socket(fileno=os.dup(0))
     is_rank = serve(channel)
-    sys.exit(main() if is_rank else 0)
+    sys.exit(run_rank() if is_rank else 0)

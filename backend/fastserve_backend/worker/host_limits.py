@@ -5,6 +5,7 @@ Each rank checks before any rank of the host takes memory: afterwards there is l
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from fastserve_backend.models.loader import torch_dtype
 _CGROUP = Path("/sys/fs/cgroup")
 # A third of three cores is one core, whatever the last bit of a float says.
 _ROUNDING = 1e-6
+_log = logging.getLogger(__name__)
 
 
 def num_cores(quota_file: Path = _CGROUP / "cpu.max") -> int:
@@ -98,18 +100,30 @@ def check_weights_fit(config: ModelConfig, num_ranks: int, num_local_ranks: int)
 def check_swap_space(
     swap_space_gib: float, device: torch.device, num_local_ranks: int, host_share: float = 1.0
 ) -> None:
-    """
+    """Check and log how much memory the host has for its ranks' KV blocks.
+
     Raises:
         ConfigError: the host has less than ``swap_space_gib`` GiB for each of its ranks.
     """
     memory = host_memory()
     # Pinned memory is taken at once, other memory as it is used.
     shared = memory.available if device.type == "cuda" else int(memory.total * host_share)
-    limit = shared // num_local_ranks
-    if swap_space_gib * 2**30 > limit:
+    limit, wanted = shared // num_local_ranks, swap_space_gib * 2**30
+    state = (
+        f"{memory.available / 2**30:.1f} of the {memory.total / 2**30:.1f} GiB of the host or its "
+        "container are left"
+    )
+    if wanted > limit:
         raise ConfigError(
-            f"kv_cache.swap_space_gib: got {swap_space_gib:g}; the host or its container has "
+            f"kv_cache.swap_space_gib: got {swap_space_gib:g}; {state}, for KV blocks at most "
             f"{limit / 2**30:.1f} GiB{' a rank' if num_local_ranks > 1 else ''}, lower it"
+        )
+    _log.info("%s; each of its %d ranks takes %g for KV", state, num_local_ranks, swap_space_gib)
+    if wanted * num_local_ranks > memory.available:
+        _log.warning(
+            "kv_cache.swap_space_gib: got %g, which the host does not have while others use its "
+            "memory; it may kill a rank that fills its blocks",
+            swap_space_gib,
         )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import KVDType, ModelConfig
-from fastserve_backend.errors import ConfigError
+from fastserve_backend.worker.host_pool import HostPool
 from fastserve_backend.worker.kv_store import neighbour_runs
 from fastserve_backend.worker.staging import Uploads
 
@@ -34,8 +32,8 @@ class HostStore(ABC):
     def __init__(self, kv: Tensor, num_blocks: int, block_bytes: int) -> None:
         self.num_device_blocks = len(kv)
         self.block_bytes = block_bytes
-        memory = _host_memory(num_blocks * block_bytes, kv.device)
-        self.blocks = memory.view(num_blocks, block_bytes)
+        self._pool = HostPool(num_blocks, block_bytes, kv.device)
+        self.blocks = self._pool.blocks
         """uint8 ``[num_blocks, block_bytes]``."""
 
     def __len__(self) -> int:
@@ -57,6 +55,16 @@ class HostStore(ABC):
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy blocks to the device."""
 
+    def close(self) -> None:
+        """Unpin the memory. No copy may be under way or follow."""
+        self._pool.close()
+
+    def _runs(
+        self, others: Sequence[int], host_blocks: Sequence[int]
+    ) -> Iterator[tuple[slice, slice]]:
+        """Runs that one copy moves each, see `neighbour_runs`."""
+        return neighbour_runs(others, host_blocks, self._pool.blocks_per_piece)
+
 
 class PlainStore(HostStore):
     """Keeps blocks byte for byte as they are on the device."""
@@ -74,14 +82,14 @@ class PlainStore(HostStore):
         num_last_tokens: int,
         num_last: int = 1,
     ) -> None:
-        for device, host in neighbour_runs(device_blocks, host_blocks):
+        for device, host in self._runs(device_blocks, host_blocks):
             if self._on_cpu is not None:
                 self._on_cpu[1][host] = self._on_cpu[0][device]
             else:
                 self.blocks[host].copy_(self._kv[device], non_blocking=True)
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        for device, host in neighbour_runs(device_blocks, host_blocks):
+        for device, host in self._runs(device_blocks, host_blocks):
             if self._on_cpu is not None:
                 self._on_cpu[0][device] = self._on_cpu[1][host]
             else:
@@ -170,14 +178,14 @@ class StagedInt8Store(Int8Store):
                 num_tokens,
                 out=_int8_parts(staging[: part.stop - part.start], self._kv),
             )
-            for staged, host in neighbour_runs(range(part.stop - part.start), host_blocks[part]):
+            for staged, host in self._runs(range(part.stop - part.start), host_blocks[part]):
                 self.blocks[host].copy_(staging[staged], non_blocking=True)
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         staging = self._staging[1]
         block_ids = self._bring(1, device_blocks)
         for part in _parts(len(device_blocks), self._at_once):
-            for staged, host in neighbour_runs(range(part.stop - part.start), host_blocks[part]):
+            for staged, host in self._runs(range(part.stop - part.start), host_blocks[part]):
                 staging[staged].copy_(self.blocks[host], non_blocking=True)
             codes, parameters = _int8_parts(staging[: part.stop - part.start], self._kv)
             self._kernels.dequantize_blocks(codes, parameters, self._kv, block_ids[part])
@@ -216,39 +224,10 @@ def make_host_store(
     """A store of as many blocks as ``swap_space_gib`` GiB hold. Each rank of a host has that much.
 
     Raises:
-        ConfigError: that much memory cannot be pinned.
+        ConfigError: that much memory cannot be mapped or pinned.
     """
     num_bytes = int(swap_space_gib * 2**30)
     num_blocks = num_bytes // config.host_kv_bytes_per_block(kv.shape[4], host_dtype)
     if host_dtype == "same" or is_int8(kv):
         return PlainStore(kv, num_blocks)
     return (StagedInt8Store if kv.is_cuda else Int8Store)(kv, num_blocks)
-
-
-def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeroed host memory, uint8 ``[num_bytes]``, pinned if ``device`` is a GPU.
-
-    Mapped and registered by hand, because torch's pinned allocator rounds up to powers of two.
-    """
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Private memory: shared memory, Python's default, has only small pages, which take several
-    # times as long to create and to register.
-    pages.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # from a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    if device.type == "cuda":
-        # Touch the pages with torch's threads: registering alone creates them on one thread, which
-        # takes 16 s for 24 GiB.
-        memory.zero_()
-        runtime = torch.cuda.cudart()
-        try:
-            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
-        except torch.cuda.CudaError as error:
-            raise ConfigError(
-                f"kv_cache.swap_space_gib: {num_bytes / 2**30:.1f} GiB of host memory could not be "
-                f"pinned ({error}); lower it, or raise the container's limits"
-            ) from None
-    return memory

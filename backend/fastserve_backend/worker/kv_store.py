@@ -114,15 +114,22 @@ def copy_within(kv: Tensor, from_blocks: Sequence[int], to_blocks: Sequence[int]
         kv[target].copy_(kv[source], non_blocking=True)
 
 
-def neighbour_runs(blocks: Sequence[int], others: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+def neighbour_runs(
+    blocks: Sequence[int], others: Sequence[int], others_per_piece: int | None = None
+) -> Iterator[tuple[slice, slice]]:
     """Join pairs of blocks that are neighbours on both sides, so that one copy moves each run. The
-    order of the runs is arbitrary."""
+    order of the runs is arbitrary.
+
+    Args:
+        others_per_piece: no run crosses a multiple of this number of ``others``; None: any may.
+    """
     # A job's blocks descend where it was given blocks that were kept for another.
     pairs = sorted(zip(blocks, others, strict=True))
     begin = 0
     for end in range(1, len(pairs) + 1):
         block, other = pairs[end - 1]
-        if end < len(pairs) and pairs[end] == (block + 1, other + 1):
+        is_next = end < len(pairs) and pairs[end] == (block + 1, other + 1)
+        if is_next and (others_per_piece is None or (other + 1) % others_per_piece):
             continue
         count = end - begin
         block, other = pairs[begin]

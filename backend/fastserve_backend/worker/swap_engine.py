@@ -40,26 +40,38 @@ class SwapEngine:
         # A new thread that limits torch's threads also sets the default of threads that have not
         # used torch yet. This call makes the calling thread one that has.
         torch.get_num_threads()
-        self._out: queue.SimpleQueue[CopyBlocks] = queue.SimpleQueue()
-        self._in: queue.SimpleQueue[CopyBlocks] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[CopyBlocks | None] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[CopyBlocks | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
         for name, copies, send in (
             ("swap-out", self._out, send_out),
             ("swap-in", self._in, send_in),
         ):
-            threading.Thread(target=self._run, args=(copies, send), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(copies, send), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def start_copy(self, copy: CopyBlocks) -> None:
         """Returns at once. The result is sent when the copy has ended."""
         (self._out if copy.is_out else self._in).put(copy)
 
-    def _run(self, copies: queue.SimpleQueue[CopyBlocks], send: SendResult) -> None:
+    def close(self) -> None:
+        """Return when no copy is under way. Copies that have not started are never made."""
+        self._is_closed = True
+        for copies in (self._out, self._in):
+            copies.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, copies: queue.SimpleQueue[CopyBlocks | None], send: SendResult) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
             torch.set_num_threads(1)  # for this thread alone: the model needs the cores
         with _stream(self._device), torch.inference_mode():
-            while True:
-                send(self._copy(copies.get()))
+            while (copy := copies.get()) is not None and not self._is_closed:
+                send(self._copy(copy))
 
     def _copy(self, copy: CopyBlocks) -> CopyResult:
         started = time.perf_counter()

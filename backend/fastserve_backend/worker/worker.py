@@ -86,6 +86,8 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
                 answers.put(launched)
         if answers is not None:
             answers.close()
+        swaps.close()
+        store.close()
         runner.close()
         torch.distributed.destroy_process_group()
         return 0

@@ -210,7 +210,7 @@ def prefill(
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_prefill.paged_prefill(
         query[n:], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
-        _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
+        _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(1 + 2 * ITEMS),
         _rule(heads, head_dim, window, capped, sinks),
         _empty(dtype, TOKENS, heads, head_dim)[n:],
     )  # fmt: skip

@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 _SIZES_AN_OCTAVE = 4
 # A step of decodes alone has no prefill work, and samples every row.
-_NO_TILES = np.zeros((0, 2), dtype=np.int32)
+_NO_TILES = np.zeros(1, dtype=np.int32)
 _NO_STARTS = np.zeros(1, dtype=np.int32)
 _NO_SAMPLED = np.zeros(0, dtype=np.int64)
 
@@ -415,7 +415,7 @@ class WorkListInputs:
         jobs, tokens = limits.max_jobs, limits.max_tokens
         no_jobs = np.zeros(jobs)
         decode_works = [work_lists.decode_work(no_jobs, most) for most in self._capacities(jobs)]
-        tiles = np.zeros((jobs + tokens // self._tile, 2), dtype=np.int32)
+        tiles = np.zeros(1 + 2 * (jobs + tokens // self._tile), dtype=np.int32)
         prefill_works = [tiles] * len(self._kinds)
         groups = self.num_groups
         by_token = [np.zeros(tokens, dtype=np.int64)] * 2

@@ -91,7 +91,7 @@ def paged_prefill(
 # Do not specialise on what differs from step to step: serving must not wait for a compiler.
 @triton.jit(
     do_not_specialize=["layer", "window"],
-    do_not_specialize_on_alignment=["table_starts", "context_lens"],
+    do_not_specialize_on_alignment=["table_starts"],
 )
 def _attend_tiles(
     query, kv, block_tables, table_starts, context_lens, query_starts, work, out,

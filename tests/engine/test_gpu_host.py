@@ -21,7 +21,8 @@ from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.model_part import ALONE
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, PromptRows, Step
-from fastserve_backend.worker import prompt_scores
+from fastserve_backend.worker import prompt_scores, step_inputs
+from fastserve_backend.worker.graph_sizes import GraphSize
 from fastserve_backend.worker.host_store import HostStore, PlainStore, StagedInt8Store
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.pipeline import Pipeline
@@ -30,10 +31,12 @@ from fastserve_backend.worker.step_memory import run_largest_step, step_bytes
 from fastserve_backend.worker.swap_engine import SwapEngine, copy_blocks
 from fastserve_kernels.gpu import activations
 from fastserve_kernels.kv_quantization import dequantize, quantize
-from job_steps import run_turns
+from job_steps import TURNS, run_turns
 from test_gpu_steps import CPU, MODELS, empty_cache, generate, model_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+# Padded rows hold any values.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 DEADLINE_S = 30.0
 LIMITS = StepLimits(max_jobs=5, max_tokens=32, max_model_len=32)
 
@@ -54,16 +57,28 @@ def launch(gpu: EmulatedGPU, runner: ModelRunner, step: Step) -> Any:
         ("llama, grouped heads", {"kv_dtype": "int8"}),
     ],
 )
-def test_prompts_chunks_and_decodes(name: str, formats: dict[str, str], tmp_path: Path) -> None:
+def test_prompts_chunks_and_decodes(
+    name: str, formats: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step is padded and replays a graph: decodes that of four, the others that of the
+    largest step."""
     config = model_config(tmp_path, MODELS[name], **formats)
+    longest = 30 if "windows" in name else 19
+    monkeypatch.setattr(step_inputs, "decode_sizes", lambda max_jobs: [GraphSize(4, 4)])
     with emulated_gpu() as gpu:
-        found = generate(config, 35, DEVICE, partial(launch, gpu))
-    assert found == generate(config, 35)
+        found = generate(config, longest, DEVICE, partial(launch, gpu))
+        assert gpu.num_replays == 4
+    assert found == generate(config, longest)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_steps_sent_ahead_with_tokens_chosen_at_random(masked: bool, tmp_path: Path) -> None:
+def test_steps_sent_ahead_with_tokens_chosen_at_random(
+    masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without masks, steps with prompts are launched kernel by kernel."""
     config = model_config(tmp_path, MODELS["opt"])
+    if not masked:
+        monkeypatch.setattr(step_inputs, "most_host_bound_tokens", lambda *_: 0)
     vocab = config.vocab_size if masked else None
 
     def tokens(device: torch.device, start: Callable[[ModelRunner, Step], Any]) -> list[bytes]:
@@ -75,6 +90,8 @@ def test_steps_sent_ahead_with_tokens_chosen_at_random(masked: bool, tmp_path: P
 
     with emulated_gpu() as gpu:
         found = tokens(DEVICE, partial(launch, gpu))
+        mixed = sum(not turn.decoding or bool(turn.ending or turn.chunk) for turn in TURNS)
+        assert gpu.num_replays == len(TURNS) - (0 if masked else mixed)
     assert found == tokens(CPU, ModelRunner.launch)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,19 @@ from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.worker.kv_store import allocate_kv
+from fastserve_backend.worker.graph_sizes import GraphSize, decode_sizes
 from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.staging import Staging
-from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs, batch_sizes
+from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs
 from fastserve_backend.worker.step_memory import run_largest_step
 from fastserve_kernels import ops
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
 
+# Padded rows hold any values.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_A_JOB = 16, 80, 18
+SHORTEST = 5  # tokens of a prompt
 LIMITS = StepLimits(max_jobs=5, max_tokens=288, max_model_len=BLOCKS_A_JOB * BLOCK_SIZE)
 COMMON = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 288}
 MODELS: dict[str, dict[str, Any]] = {
@@ -109,8 +114,7 @@ def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
 
 def work_list_inputs(directory: Path, name: str = "opt") -> WorkListInputs:
     config = model_config(directory, MODELS[name])
-    cache, kinds = empty_cache(config), config.layer_groups.kinds
-    return WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS, kinds)
+    return WorkListInputs(empty_cache(config), config, LIMITS)
 
 
 def generate(
@@ -120,18 +124,22 @@ def generate(
     launch: Callable[[ModelRunner, Step], LaunchedStep | None] = ModelRunner.launch,
 ) -> list[list[int]]:
     """Greedy tokens of four jobs: whole prompts, a prompt in chunks beside decodes, and decodes of
-    three and four jobs."""
+    three and four jobs. No step is larger than the first. So on a GPU there is a graph for each,
+    and few others."""
+    limits = replace(LIMITS, max_tokens=SHORTEST + longest_prompt)
     kinds = config.layer_groups.kinds
     num_groups = sum(kind.num_groups for kind in kinds)
     num_blocks = num_groups * NUM_BLOCKS
     model, cache = load_model(config, device), empty_cache(config, num_blocks).to(device)
-    runner = ModelRunner(model, config, cache, device, LIMITS)
+    runner = ModelRunner(model, config, cache, device, limits)
     rng = random.Random(0)
     order = iter(rng.sample(range(num_blocks), 4 * num_groups * BLOCKS_A_JOB))
     tables = [
         [list(islice(order, kind.num_groups * BLOCKS_A_JOB)) for kind in kinds] for _ in range(4)
     ]
-    prompts = [[rng.randrange(4, 500) for _ in range(n)] for n in (5, longest_prompt, 17, 20)]
+    prompts = [
+        [rng.randrange(4, 500) for _ in range(n)] for n in (SHORTEST, longest_prompt, 17, 20)
+    ]
     done, outputs = [0] * 4, [[] for _ in prompts]  # type: ignore[var-annotated]
 
     def run(*jobs: int, chunk: tuple[int, int] | None = None) -> None:
@@ -201,11 +209,11 @@ def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS["opt"])
     model, cache = load_model(config, CPU), empty_cache(config)
     cache[:3] = torch.randn(cache[:3].shape)
-    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
+    inputs = WorkListInputs(cache, config, LIMITS)
     step = Step.of(0, [(9, [7 + job], [job]) for job in range(3)])
     layout = StepLayout.of(step, BLOCK_SIZE)
     results = []
-    for bring in (inputs.bring, lambda layout: inputs.bring_padded(layout, 5)):
+    for bring in (inputs.bring, lambda layout: inputs.bring_padded(layout, GraphSize(5, 5))):
         tensors = bring(layout)
         hidden = model.forward(
             tensors.token_ids, tensors.positions, tensors.batch, cache.clone(), None
@@ -222,15 +230,15 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
     of_one = Step.of(0, [(280, [9], range(18))])
     addresses = []
     for step in (of_two, of_one):
-        tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), 4)
+        tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), GraphSize(4, 4))
         batch: Any = tensors.batch.groups[0]
         named = [tensors.token_ids, tensors.positions, batch.slots, batch.block_tables]
-        named += [batch.table_starts, batch.context_lens, batch.decode_work]
+        named += [batch.table_starts, batch.decode_contexts, batch.decode_work]
         addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in named])
     assert addresses[0] == addresses[1]
     assert tensors.token_ids.tolist() == [9, 0, 0, 0]
     assert batch.slots.tolist() == [17 * BLOCK_SIZE + 8, -1, -1, -1]
-    assert batch.context_lens.tolist() == [281, 0, 0, 0]
+    assert batch.decode_contexts.tolist() == [281, 0, 0, 0]
 
 
 @pytest.mark.usefixtures("gpu_kernels")
@@ -250,7 +258,9 @@ def test_padded_steps_have_the_same_addresses_in_each_group(tmp_path: Path) -> N
         named = [tensor for group in groups for tensor in vars(group).values()]
         addresses.append([one.data_ptr() for one in named if isinstance(one, torch.Tensor)])
     assert addresses[0] != addresses[1]  # of two padded sizes
-    tensors = inputs.bring_padded(StepLayout.of(of_two, BLOCK_SIZE, 0, inputs._kinds), 1 + 1)
+    tensors = inputs.bring_padded(
+        StepLayout.of(of_two, BLOCK_SIZE, 0, inputs._kinds), GraphSize(2, 2)
+    )
     again: Any = tensors.batch.groups
     named = [tensor for group in again for tensor in vars(group).values()]
     assert [one.data_ptr() for one in named if isinstance(one, torch.Tensor)] == addresses[0]
@@ -301,8 +311,8 @@ def test_arrays_come_whole_and_aligned_and_have_room_or_raise() -> None:
 
 
 @pytest.mark.parametrize("max_jobs", [1, 2, 5, 8, 16, 17, 100, 128, 512])
-def test_batch_sizes_waste_at_most_a_fourth(max_jobs: int) -> None:
-    sizes = batch_sizes(max_jobs)
+def test_sizes_of_decodes_waste_at_most_a_fourth(max_jobs: int) -> None:
+    sizes = [size.num_jobs for size in decode_sizes(max_jobs)]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_jobs
     for num_jobs in range(1, max_jobs + 1):

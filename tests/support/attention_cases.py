@@ -321,7 +321,8 @@ def run_prefill(
     starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     value_dim = cache.shape.value_dim
     tile = paged_prefill.query_tile(max(query.shape[2], value_dim), query.dtype, device)
-    work = torch.from_numpy(work_lists.prefill_work(rows, tile, contexts, rule.window))
+    capacity = int(work_lists.num_tiles(rows, tile).sum()) + SPARE_ITEMS
+    work = torch.from_numpy(work_lists.prefill_work(rows, tile, contexts, rule.window, capacity))
     out = torch.full((*query.shape[:2], value_dim), NAN, dtype=query.dtype, device=device)
     paged_prefill.paged_prefill(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),

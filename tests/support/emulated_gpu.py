@@ -172,6 +172,8 @@ class EmulatedGPU(TorchDispatchMode):
         self.waits: list[str] = []
         """What made the host wait until the device had done all that it was given. A wait for an
         event is none."""
+        self.num_replays = 0
+        """Of all graphs."""
         self._capture: _Commands | None = None
         self.captured_in: _Graph | None = None
         """The graph that is captured now."""
@@ -359,7 +361,7 @@ class EmulatedGPU(TorchDispatchMode):
             "Stream": Stream,
             "current_stream": current_stream,
             "stream": lambda stream: stream,
-            "CUDAGraph": _Graph,
+            "CUDAGraph": lambda: _Graph(self),
             "graph": capture,
             "graph_pool_handle": lambda: None,
             "cudart": lambda: SimpleNamespace(
@@ -374,12 +376,14 @@ class EmulatedGPU(TorchDispatchMode):
 
 
 class _Graph:
-    def __init__(self) -> None:
+    def __init__(self, gpu: EmulatedGPU) -> None:
         self.commands: _Commands = []
+        self._gpu = gpu
 
     def replay(self) -> None:
         assert self.commands, "neither captured nor reset"
         _thread.replays = True
+        self._gpu.num_replays += 1
         for operation, results in self.commands:
             for old, new in zip(results, _tensors(operation()), strict=True):
                 if old is not None:

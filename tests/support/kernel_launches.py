@@ -193,7 +193,7 @@ def decode(
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
         query[:n], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
-        _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items),
+        _integers(JOBS), _integers(n), _integers(1 + n + 2 * items),
         _rule(heads, head_dim, window, capped, sinks),
         _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
@@ -201,18 +201,15 @@ def decode(
 
 
 def prefill(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = 0,
-    table_entries: int = TABLE_ENTRIES, int8: bool = False, window: int = 0, capped: bool = False,
-    sinks: bool = False,
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
+    table_entries: int = TABLE_ENTRIES, items: int = ITEMS, int8: bool = False, window: int = 0,
+    capped: bool = False, sinks: bool = False,
 ) -> None:  # fmt: skip
-    """Launches prefill for the rows and jobs after the decodes."""
-    n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_prefill.paged_prefill(
-        query[n:], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
-        _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
-        _rule(heads, head_dim, window, capped, sinks),
-        _empty(dtype, TOKENS, heads, head_dim)[n:],
+        query, _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
+        _integers(JOBS), _integers(JOBS), _integers(JOBS + 1), _integers(1 + 2 * items),
+        _rule(heads, head_dim, window, capped, sinks), _empty(dtype, TOKENS, heads, head_dim),
     )  # fmt: skip
 
 
@@ -224,9 +221,9 @@ def step(
     num_decodes: int,
     table_entries: int,
 ) -> None:
-    """Decodes, followed by prefills in the same tensors."""
+    """Decodes, and prompts in the same tensors."""
     decode(dtype, heads, kv_heads, head_dim, num_decodes, table_entries, items=num_decodes + 1)
-    prefill(dtype, heads, kv_heads, head_dim, num_decodes, table_entries)
+    prefill(dtype, heads, kv_heads, head_dim, table_entries, items=num_decodes + 1)
 
 
 def _rule(heads: int, head_dim: int, window: int, capped: bool, sinks: bool) -> AttentionRule:

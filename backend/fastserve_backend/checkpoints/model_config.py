@@ -121,6 +121,12 @@ class ModelConfig:
         raise NotImplementedError
 
     @property
+    def num_active_layer_parameters(self) -> int:
+        """Those of them that one token uses."""
+        unused = self.num_expert_parameters * (1.0 - self.share_of_experts_read(1))
+        return self.num_layer_parameters - round(unused / self.num_layers)
+
+    @property
     def num_head_parameters(self) -> int:
         """Elements of the LM head's matrix, which may be the embedding's."""
         return self.vocab_size * self.hidden_size

@@ -80,84 +80,68 @@ class AttentionBatch:
 @dataclass(frozen=True)
 class GroupBatch(ABC):
     """The T tokens of a step of S jobs in one group of layers: where they are in the cache and what
-    they attend to.
+    they attend to. The first D jobs decode, with one token each.
 
-    num_decodes: D; the first D jobs decode, with one token each.
     slots: int64 [T], `block_id * block_size + offset` where a token's key and value go; -1 for
         padding.
     block_tables, table_starts: int32 [N] and [S], see `fastserve_kernels.ops`. The blocks before a
         window have no entries: there table_starts points to where a whole table would begin.
     context_lens: int32 [S], a job's tokens in the cache after this step; 0 for padding.
+    """
+
+    slots: Tensor
+    block_tables: Tensor
+    table_starts: Tensor
+    context_lens: Tensor
+
+    @abstractmethod
+    def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
+        """Causal attention of one layer: query [T, heads, head_dim] -> the same shape, contiguous.
+
+        The step's keys and values must be in the cache `kv` already. Rows that belong to no job get
+        any values.
+        """
+
+
+@dataclass(frozen=True)
+class CPUBatch(GroupBatch):
+    """For a CPU, whose kernels take the arrays as they are.
+
+    num_decodes: D.
     query_starts: int32 [S - D + 1], where the rows of each job in prefill begin, counted from row
         D, and then the number of such rows.
     """
 
     num_decodes: int
-    slots: Tensor
-    block_tables: Tensor
-    table_starts: Tensor
-    context_lens: Tensor
     query_starts: Tensor
 
     def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
-        """Causal attention of one layer: query [T, heads, head_dim] -> the same shape, contiguous.
-
-        The step's keys and values must be in the cache `kv` already.
-        """
         out = ops.empty(query.shape, query)
         n = self.num_decodes
         if n:
-            self._decode(query[:n], kv, layer, rule, out[:n])
+            ops.paged_decode(
+                query[:n],
+                kv,
+                layer,
+                self.block_tables,
+                self.table_starts[:n],
+                self.context_lens[:n],
+                rule,
+                out[:n],
+            )
         if n < len(query):
-            self._prefill(query[n:], kv, layer, rule, out[n:])
+            ops.paged_prefill(
+                query[n:],
+                kv,
+                layer,
+                self.block_tables,
+                self.table_starts[n:],
+                self.context_lens[n:],
+                self.query_starts,
+                rule,
+                out[n:],
+            )
         return out
-
-    def _contexts_of(self, jobs: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """For these jobs: the block tables, where each job's begins, and its context length."""
-        return self.block_tables, self.table_starts[jobs], self.context_lens[jobs]
-
-    @abstractmethod
-    def _decode(
-        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
-    ) -> None:
-        """Fill `out` for the jobs that decode."""
-
-    @abstractmethod
-    def _prefill(
-        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
-    ) -> None:
-        """Fill `out` for the jobs in prefill."""
-
-
-class CPUBatch(GroupBatch):
-    """For a CPU, whose kernels take the arrays as they are."""
-
-    def _decode(
-        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
-    ) -> None:
-        n = self.num_decodes
-        ops.paged_decode(
-            query,
-            kv,
-            layer,
-            *self._contexts_of(slice(n)),
-            rule,
-            out,
-        )
-
-    def _prefill(
-        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
-    ) -> None:
-        n = self.num_decodes
-        ops.paged_prefill(
-            query,
-            kv,
-            layer,
-            *self._contexts_of(slice(n, None)),
-            self.query_starts,
-            rule,
-            out,
-        )
 
 
 @dataclass(frozen=True)
@@ -166,45 +150,50 @@ class WorkListBatch(GroupBatch):
 
     The kernels are imported on use: they need Triton, which only a GPU needs.
 
+    decode_contexts: int32 [R], the context lengths of the first R rows, of which the first D
+        decode; 0 for the others.
+    query_starts: int32 [S + 1], where the rows of each job begin, and then the number of rows.
     decode_work, prefill_work: int32, the work of decodes and of prefills in layers with the group's
         window, made by `fastserve_kernels.gpu.work_lists`.
     decode_scratch: float32, see `gpu.paged_decode`.
     """
 
+    decode_contexts: Tensor
+    query_starts: Tensor
     decode_work: Tensor
     prefill_work: Tensor
     decode_scratch: Tensor
 
-    def _decode(
-        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
-    ) -> None:
+    def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
         from fastserve_kernels.gpu.paged_decode import paged_decode
-
-        n = self.num_decodes
-        paged_decode(
-            query,
-            kv,
-            layer,
-            *self._contexts_of(slice(n)),
-            self.decode_work,
-            rule,
-            out,
-            self.decode_scratch,
-        )
-
-    def _prefill(
-        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
-    ) -> None:
         from fastserve_kernels.gpu.paged_prefill import paged_prefill
 
-        n = self.num_decodes
+        out = ops.empty(query.shape, query)
+        rows = len(self.decode_contexts)
+        if rows:
+            paged_decode(
+                query[:rows],
+                kv,
+                layer,
+                self.block_tables,
+                self.table_starts,
+                self.decode_contexts,
+                self.decode_work,
+                rule,
+                out[:rows],
+                self.decode_scratch,
+            )
+        # Among those rows may be rows of prompts. They are zeros until now.
         paged_prefill(
             query,
             kv,
             layer,
-            *self._contexts_of(slice(n, None)),
+            self.block_tables,
+            self.table_starts,
+            self.context_lens,
             self.query_starts,
             self.prefill_work,
             rule,
             out,
         )
+        return out

@@ -18,11 +18,11 @@ from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.models.model_part import ALONE, TensorGroup
 from fastserve_backend.rank_protocol.messages import StageDone, Step, StepResult
-from fastserve_backend.worker.decode_graphs import DecodeGraphs
 from fastserve_backend.worker.kv_store import copy_within
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.prompt_scores import ScoredPrompts, score_prompts
 from fastserve_backend.worker.sampler import SampledTokens, sample
+from fastserve_backend.worker.step_graphs import StepGraphs
 from fastserve_backend.worker.step_inputs import (
     CPUInputs,
     StepInputs,
@@ -45,7 +45,8 @@ class ModelRunner:
 
     - Inputs reach the GPU by a copy that the host does not wait for.
     - The attention kernels get work lists that the host has made.
-    - A step of decodes alone replays a CUDA graph, captured in the constructor.
+    - Steps replay CUDA graphs, captured in the constructor, where launching them kernel by kernel
+      would take the host long (`graph_sizes`).
 
     Steps share the GPU's inputs, its scratch memory, the graphs' memory and the last tokens. All
     work goes to the launching thread's current stream, whose order keeps the steps apart.
@@ -84,16 +85,15 @@ class ModelRunner:
         tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device))
         kinds = config.layer_groups.kinds
         self._inputs: StepInputs = CPUInputs(kv.shape[4], kinds)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._program: StepProgram | None = None
         if device.type == "cpu" and ops.cpu_backend() == "compiled" and may_record:
             num_groups = sum(kind.num_groups for kind in kinds)
             self._program = self._recorded(model, kv, limits, num_groups, width, dtype)
         if ops.uses_triton(device):
-            heads = config.num_heads // place.tensor_size
-            inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits, kinds)
+            inputs = WorkListInputs(kv, config, limits, place.tensor_size)
             self._inputs = inputs
-            self._graphs = DecodeGraphs(
+            self._graphs = StepGraphs(
                 self._forward,
                 inputs,
                 has_earlier_stage=self.has_earlier_stage,
@@ -146,12 +146,9 @@ class ModelRunner:
             assert output.hidden is not None
             self._pipeline.send(output.hidden)
         elif step.prompt_rows:
-            hidden = self._forward(inputs, received)
-            assert hidden is not None
-            assert not inputs.is_padded  # a step of decodes alone has no such rows
+            hidden = self._hidden_states(inputs, received)
             prompts = score_prompts(hidden, step.prompt_rows, self._model.logits, self._vocab_size)
-            logits = self._model.logits(ops.lookup_rows(hidden, inputs.sampled))
-            tokens = self._sample(StepOutput(logits=logits), step, inputs)
+            tokens = self._sample(StepOutput(logits=self._logits(hidden, inputs)), step, inputs)
         else:
             output = self._run_model(inputs, received, is_greedy=step.sampling is None)
             tokens = self._sample(output, step, inputs)
@@ -194,22 +191,29 @@ class ModelRunner:
                 return output
             # The program may run again before these activations have been sent.
             return StepOutput(hidden=output.hidden.clone())
-        if self._graphs is None or not inputs.is_padded:
-            computed = self._forward(inputs, received, inputs.sampled)
-        else:
-            hidden = self._graphs.run(inputs, received)
-            # The graph may run again before these activations have been sent.
-            is_last = self._place.is_last_stage
-            computed = self._model.logits(hidden) if is_last else hidden.clone()
+        hidden = self._hidden_states(inputs, received)
         if self._place.is_last_stage:
-            return StepOutput(logits=computed)
-        return StepOutput(hidden=computed)
+            return StepOutput(logits=self._logits(hidden, inputs))
+        # A graph may run again before these activations have been sent.
+        return StepOutput(hidden=hidden if inputs.size is None else hidden.clone())
 
-    def _forward(
-        self, inputs: StepTensors, received: Tensor | None, sampled: Tensor | None = None
-    ) -> Tensor | None:
+    def _hidden_states(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
+        """[num_tokens, width]. Those of a padded step are valid until the next step."""
+        if self._graphs is not None and inputs.size is not None:
+            return self._graphs.run(inputs, received)
+        hidden = self._forward(inputs, received)
+        assert hidden is not None  # no logits are asked for
+        return hidden
+
+    def _logits(self, hidden: Tensor, inputs: StepTensors) -> Tensor | None:
+        """See `CausalLM.logits`: of the rows that get a token."""
+        if inputs.num_sampled < inputs.num_tokens:
+            hidden = ops.lookup_rows(hidden, inputs.sampled)
+        return self._model.logits(hidden)
+
+    def _forward(self, inputs: StepTensors, received: Tensor | None) -> Tensor | None:
         return self._model.forward(
-            inputs.token_ids, inputs.positions, inputs.batch, self._kv, received, sampled
+            inputs.token_ids, inputs.positions, inputs.batch, self._kv, received
         )
 
     def _sample(self, output: StepOutput, step: Step, inputs: StepTensors) -> SampledTokens | None:

@@ -16,18 +16,20 @@ import torch
 from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.attention import AttentionBatch, CPUBatch, WorkListBatch
+from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.rank_protocol.messages import Step
+from fastserve_backend.worker.graph_sizes import (
+    GraphSize,
+    decode_sizes,
+    mixed_sizes,
+    most_host_bound_tokens,
+)
 from fastserve_backend.worker.staging import Places, Staging
 
 Array = npt.NDArray[Any]
-
-_SIZES_AN_OCTAVE = 4
-# A step of decodes alone has no prefill work, and samples every row.
-_NO_TILES = np.zeros((0, 2), dtype=np.int32)
-_NO_STARTS = np.zeros(1, dtype=np.int32)
-_NO_SAMPLED = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -132,22 +134,26 @@ class StepLayout:
         """int32 [S + 1]: the first row of each job, then T."""
         return np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
 
-    def padded(self, num_jobs: int) -> StepLayout:
-        """The same step, padded to ``num_jobs`` jobs; for a step of decodes alone.
+    @property
+    def prompt_lens(self) -> Array:
+        """int32 [S]: query_lens, but 0 for decodes."""
+        return np.where(np.arange(self.num_jobs) < self.num_decodes, 0, self.query_lens)
 
-        All arrays but the block tables then have the same shapes for equal ``num_jobs``.
+    def padded(self, num_tokens: int, num_jobs: int) -> StepLayout:
+        """The same step with tokens and jobs added that do nothing, up to these numbers.
+
+        All arrays but the block tables then have the same shapes for equal numbers.
         """
-        assert self.only_decodes
         return StepLayout(
-            token_ids=_padded(self.token_ids, num_jobs, 0),
-            positions=_padded(self.positions, num_jobs, 0),
-            slots=_padded(self.slots, num_jobs, -1),
-            query_lens=_padded(self.query_lens, num_jobs, 1),
+            token_ids=_padded(self.token_ids, num_tokens, 0),
+            positions=_padded(self.positions, num_tokens, 0),
+            slots=_padded(self.slots, num_tokens, -1),
+            query_lens=_padded(self.query_lens, num_jobs, 0),
             context_lens=_padded(self.context_lens, num_jobs, 0),
             block_tables=self.block_tables,
             table_starts=_padded(self.table_starts, num_jobs, 0),
-            sampled=self.sampled,
-            num_decodes=num_jobs,
+            sampled=_padded(self.sampled, num_jobs, 0),
+            num_decodes=self.num_decodes,
         )
 
 
@@ -197,17 +203,16 @@ class StepTensors:
     """A step as the forward pass reads it, on the device.
 
     num_jobs, num_decodes, num_tokens, num_sampled: without padding.
-    is_padded: whether the tensors are padded. Then all jobs decode, every row is sampled, and
-        ``sampled`` is empty.
+    size: that to which the tensors are padded; None: they are not.
     token_ids, positions: int64 [T], T including padding.
-    sampled: int64 [R], the rows that get a token.
+    sampled: int64 [R], the rows that get a token; without padding.
     """
 
     num_jobs: int
     num_decodes: int
     num_tokens: int
     num_sampled: int
-    is_padded: bool
+    size: GraphSize | None
     token_ids: Tensor
     positions: Tensor
     sampled: Tensor
@@ -257,7 +262,7 @@ class CPUInputs:
             num_decodes=n,
             num_tokens=layout.num_tokens,
             num_sampled=len(layout.sampled),
-            is_padded=False,
+            size=None,
             token_ids=torch.from_numpy(layout.token_ids),
             positions=torch.from_numpy(layout.positions),
             sampled=torch.from_numpy(layout.sampled),
@@ -265,44 +270,27 @@ class CPUInputs:
         )
 
 
-def batch_sizes(max_jobs: int) -> list[int]:
-    """The numbers of jobs to which steps are padded, ascending. At most a fourth is padding."""
-    sizes = set(range(1, 2 * _SIZES_AN_OCTAVE))
-    step = 2
-    while 4 * step < max_jobs:
-        sizes |= {step * n for n in range(_SIZES_AN_OCTAVE, 2 * _SIZES_AN_OCTAVE)}
-        step *= 2
-    return sorted({size for size in sizes if size < max_jobs} | {max_jobs})
-
-
 class WorkListInputs:
     """Inputs of the GPU's attention kernels: work lists beside the arrays, all in one copy.
 
-    A step of decodes alone is padded to the next of ``padded_sizes``: there is a CUDA graph for it.
+    Where there is a CUDA graph for a step, it is padded to the graph's size.
 
     Args:
         kv: the rank's cache.
-        heads: the rank's query heads, of ``head_dim`` elements of ``dtype`` each.
-        kinds: of the model's layers.
+        tensor_size: ranks that share each layer.
     """
 
     def __init__(
-        self,
-        kv: Tensor,
-        heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        limits: StepLimits,
-        kinds: Sequence[LayerKind] = ONE_GROUP,
+        self, kv: Tensor, config: ModelConfig, limits: StepLimits, tensor_size: int = 1
     ) -> None:
         # These modules need Triton, which only a GPU needs.
         from fastserve_kernels.gpu.paged_decode import decode_scratch
         from fastserve_kernels.gpu.paged_prefill import query_tile
 
-        self.padded_sizes = batch_sizes(limits.max_jobs)
+        heads, head_dim = config.num_heads // tensor_size, config.head_dim
         num_blocks, block_size = len(kv), kv.shape[4]
         self._block_size = block_size
-        self._kinds = kinds
+        self._kinds = kinds = config.layer_groups.kinds
         self._kind_of_group = [
             index for index, kind in enumerate(kinds) for _ in range(kind.num_groups)
         ]
@@ -313,91 +301,133 @@ class WorkListInputs:
         self._most_tables = np.zeros(most_blocks, dtype=np.int32)
         self._splits_a_job = [_most_splits(limits.max_model_len, kind.window) for kind in kinds]
         self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
-        self._tile = query_tile(head_dim, dtype, kv.device)
+        self._tile = query_tile(head_dim, torch_dtype(config), kv.device)
+        self._decode_sizes = decode_sizes(limits.max_jobs)
+        most_tokens = most_host_bound_tokens(
+            config.num_active_layer_parameters // tensor_size, config.linear_element_bytes
+        )
+        self._mixed_sizes = mixed_sizes(
+            min(most_tokens, limits.max_tokens), limits.max_jobs, self._tile
+        )
         capacity = max(self._capacities(limits.max_jobs))
         self._scratch = decode_scratch(capacity, heads, head_dim, kv.device)
         self._staging = Staging(self._most_bytes(limits), kv.device)
-        self._padded_places: dict[int, Places] = {}  # by the padded number of jobs
+        self._padded_places: dict[GraphSize, Places] = {}
+
+    @property
+    def sizes(self) -> list[GraphSize]:
+        """All sizes to which steps are padded."""
+        return [*self._decode_sizes, *self._mixed_sizes]
 
     def prepare(self, step: Step, num_previous: int) -> StepTensors:
         layout = StepLayout.of(step, self._block_size, num_previous, self._kinds)
-        if not layout.only_decodes:
-            return self.bring(layout)
-        most = self.padded_sizes[-1]
-        assert layout.num_jobs <= most, f"a step of {layout.num_jobs} jobs, but {most} at most"
-        return self.bring_padded(
-            layout, next(size for size in self.padded_sizes if size >= layout.num_jobs)
-        )
+        size = self._size_for(layout)
+        return self.bring(layout) if size is None else self.bring_padded(layout, size)
 
     def bring(self, layout: StepLayout) -> StepTensors:
         """The tensors of any step, without padding."""
-        n = layout.num_decodes
-        decode_works, prefill_works = [], []
-        for kind in self._kinds:
-            contexts, window = layout.context_lens, kind.window
-            capacity = int(work_lists.num_splits(contexts[:n], window).sum())
-            decode_works.append(work_lists.decode_work(contexts[:n], capacity, window))
-            prefill_works.append(
-                work_lists.prefill_work(layout.query_lens[n:], self._tile, contexts[n:], window)
-            )
-        arrays = _arrays(
-            layout, decode_works, prefill_works, layout.query_starts[n:] - n, layout.sampled
-        )
-        return self._tensors(layout, n, arrays, self._staging.places(arrays))
-
-    def bring_padded(self, layout: StepLayout, num_jobs: int) -> StepTensors:
-        """The tensors of a step of decodes alone, padded to ``num_jobs`` jobs.
-
-        Shapes and addresses are the same for equal ``num_jobs``.
-        """
-        padded = layout.padded(num_jobs)
-        decode_works = [
-            work_lists.decode_work(padded.context_lens, capacity, kind.window)
-            for kind, capacity in zip(self._kinds, self._capacities(num_jobs), strict=True)
+        decode_contexts = layout.context_lens[: layout.num_decodes]
+        capacities = [
+            int(work_lists.num_splits(decode_contexts, kind.window).sum()) for kind in self._kinds
         ]
-        no_tiles = [_NO_TILES] * len(self._kinds)
-        arrays = _arrays(padded, decode_works, no_tiles, _NO_STARTS, _NO_SAMPLED)
-        if num_jobs not in self._padded_places:
-            places = self._staging.places([*arrays[:-1], self._most_tables])
-            self._padded_places[num_jobs] = places
-        return self._tensors(
-            layout, num_jobs, arrays, self._padded_places[num_jobs], is_padded=True
-        )
+        num_tiles = int(work_lists.num_tiles(layout.prompt_lens, self._tile).sum())
+        arrays = self._arrays(layout, decode_contexts, capacities, num_tiles)
+        return self._tensors(layout, arrays, self._staging.places(arrays), None)
 
-    def _tensors(
+    def bring_padded(self, layout: StepLayout, size: GraphSize) -> StepTensors:
+        """The tensors of a step, padded. Shapes and addresses are the same for equal sizes, except
+        that ``sampled`` has its own length.
+
+        A step of decodes alone may be padded to any size that has room for it. One with prompts
+        needs room for their tiles.
+        """
+        padded = layout.padded(size.num_tokens, size.num_jobs)
+        is_decode = np.arange(size.num_jobs) < layout.num_decodes
+        decode_contexts = np.where(is_decode, padded.context_lens, 0)
+        capacities = self._capacities(size.num_jobs)
+        arrays = self._arrays(padded, decode_contexts, capacities, size.num_tiles)
+        if size not in self._padded_places:
+            places = self._staging.places([*arrays[:-1], self._most_tables])
+            self._padded_places[size] = places
+        return self._tensors(layout, arrays, self._padded_places[size], size)
+
+    def _size_for(self, layout: StepLayout) -> GraphSize | None:
+        """The smallest size that has room for the step. None if a graph would not pay."""
+        if layout.only_decodes:
+            most = self._decode_sizes[-1].num_jobs
+            assert layout.num_jobs <= most, f"a step of {layout.num_jobs} jobs, but {most} at most"
+            return next(size for size in self._decode_sizes if size.num_jobs >= layout.num_jobs)
+        num_tiles = work_lists.num_tiles(layout.prompt_lens, self._tile).sum()
+        for size in self._mixed_sizes:
+            if (
+                layout.num_tokens <= size.num_tokens
+                and layout.num_jobs <= size.num_jobs
+                and num_tiles <= size.num_tiles
+            ):
+                return size
+        return None
+
+    def _arrays(
         self,
         layout: StepLayout,
-        num_decodes: int,
-        arrays: list[Array],
-        places: Places,
-        is_padded: bool = False,
+        decode_contexts: Array,
+        decode_capacities: Sequence[int],
+        num_tiles: int,
+    ) -> list[Array]:
+        """In the order that `Staging` needs: block tables last, because their length varies."""
+        windows = [kind.window for kind in self._kinds]
+        return [
+            layout.token_ids,
+            layout.positions,
+            layout.sampled,
+            layout.slots,
+            layout.table_starts,
+            decode_contexts,
+            layout.context_lens,
+            layout.query_starts,
+            *(
+                work_lists.decode_work(decode_contexts, capacity, window)
+                for capacity, window in zip(decode_capacities, windows, strict=True)
+            ),
+            *(
+                work_lists.prefill_work(
+                    layout.prompt_lens, self._tile, layout.context_lens, window, num_tiles
+                )
+                for window in windows
+            ),
+            layout.block_tables,
+        ]
+
+    def _tensors(
+        self, layout: StepLayout, arrays: list[Array], places: Places, size: GraphSize | None
     ) -> StepTensors:
         token_ids, positions, sampled, *of_batch = self._staging.bring(arrays, places)
-        slots, starts, context_lens, query_starts, *of_kinds, tables = of_batch
+        slots, starts, decode_contexts, context_lens, query_starts, *of_kinds, tables = of_batch
         decode_works, prefill_works = of_kinds[: len(self._kinds)], of_kinds[len(self._kinds) :]
         groups = [
             WorkListBatch(
-                num_decodes=num_decodes,
                 slots=slots[group],
                 block_tables=tables,
                 table_starts=starts[group],
-                context_lens=context_lens,
+                decode_contexts=decode_contexts,
                 decode_work=decode_works[kind],
-                prefill_work=prefill_works[kind],
-                query_starts=query_starts,
                 decode_scratch=self._scratch,
+                context_lens=context_lens,
+                query_starts=query_starts,
+                prefill_work=prefill_works[kind],
             )
             for group, kind in enumerate(self._kind_of_group)
         ]
+        num_sampled = len(layout.sampled)
         return StepTensors(
             num_jobs=layout.num_jobs,
             num_decodes=layout.num_decodes,
             num_tokens=layout.num_tokens,
-            num_sampled=len(layout.sampled),
-            is_padded=is_padded,
+            num_sampled=num_sampled,
+            size=size,
             token_ids=token_ids,
             positions=positions,
-            sampled=sampled,
+            sampled=sampled[:num_sampled],
             batch=AttentionBatch(groups),
         )
 
@@ -415,12 +445,12 @@ class WorkListInputs:
         jobs, tokens = limits.max_jobs, limits.max_tokens
         no_jobs = np.zeros(jobs)
         decode_works = [work_lists.decode_work(no_jobs, most) for most in self._capacities(jobs)]
-        tiles = np.zeros((jobs + tokens // self._tile, 2), dtype=np.int32)
+        tiles = np.zeros(1 + 2 * (jobs + tokens // self._tile), dtype=np.int32)
         prefill_works = [tiles] * len(self._kinds)
         groups = self.num_groups
         by_token = [np.zeros(tokens, dtype=np.int64)] * 2
         by_token.append(np.zeros((groups, tokens), dtype=np.int64))
-        by_job = [np.zeros(jobs, dtype=np.int64)] * 2 + [np.zeros(jobs + 1, dtype=np.int32)]
+        by_job = [np.zeros(jobs, dtype=np.int64)] * 3 + [np.zeros(jobs + 1, dtype=np.int32)]
         by_job.append(np.zeros((groups, jobs), dtype=np.int64))
         return Staging.size_of(
             [*by_token, *by_job, *decode_works, *prefill_works, self._most_tables]
@@ -433,25 +463,3 @@ def _most_splits(max_model_len: int, window: int | None) -> int:
     if window is None:
         return most
     return min(most, 1 + int(work_lists.num_splits(window)))
-
-
-def _arrays(
-    layout: StepLayout,
-    decode_works: Sequence[Array],
-    prefill_works: Sequence[Array],
-    query_starts: Array,
-    sampled: Array,
-) -> list[Array]:
-    """In the order that `Staging` needs: block tables last, because their length varies."""
-    return [
-        layout.token_ids,
-        layout.positions,
-        sampled,
-        layout.slots,
-        layout.table_starts,
-        layout.context_lens,
-        query_starts,
-        *decode_works,
-        *prefill_works,
-        layout.block_tables,
-    ]

@@ -72,9 +72,7 @@ def run_largest_step(
 ) -> None:
     """Run prompts of the most tokens that a step may have, with log-probabilities of all of them.
     Then sample for the most jobs, each by top-p, under a mask and with log-probabilities."""
-    kinds = config.layer_groups.kinds
-    heads, dtype = config.num_heads // place.tensor_size, torch_dtype(config)
-    inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits, kinds)
+    inputs = WorkListInputs(kv, config, limits, place.tensor_size)
     layout = _largest_layout(limits, kv.shape[4], inputs.num_groups)
     tensors = inputs.bring(layout)
     shape = (layout.num_tokens, config.hidden_size)

@@ -1,6 +1,6 @@
 """A rank's step on a CPU as one call of the compiled library: one call replaces some hundreds.
 
-`DecodeGraphs` is the counterpart on a GPU.
+`StepGraphs` is the counterpart on a GPU.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class StepProgram:
         """
         groups = inputs.batch.groups
         shared = groups[0]
+        assert isinstance(shared, CPUBatch)
         values = [
             inputs.num_tokens,
             inputs.num_sampled,

@@ -55,8 +55,9 @@ def paged_decode(
     query: [B, heads, key_dim] of the model's dtype; only the last dimension must be contiguous.
         heads is a multiple of kv_heads.
     kv: see `fastserve_kernels.ops`; block_size is a power of two.
-    block_tables, table_starts: [N] and [B], see `fastserve_kernels.ops`.
-    context_lens: int32 [B]; 0 is padding, whose row of out is zeros.
+    block_tables, table_starts: [N] and [B] or longer, see `fastserve_kernels.ops`.
+    context_lens: int32 [B]; 0 is a row that does not decode: padding, or a prompt's, to which
+        `paged_prefill` writes later. Its row of out is zeros.
     work: from `work_lists.decode_work` for these lengths, and for the rule's window or for none.
     rule: its sinks are on the device.
     out: [B, heads, value_dim] of query's dtype; only the last dimension must be contiguous.

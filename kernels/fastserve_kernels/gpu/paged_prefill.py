@@ -19,6 +19,7 @@ from fastserve_kernels.gpu.paged_cache import (
     tanh_of,
     token_offsets,
 )
+from fastserve_kernels.gpu.work_lists import prefill_capacity
 from fastserve_kernels.int8_cache import is_int8, token_width
 
 
@@ -54,24 +55,26 @@ def paged_prefill(
     kv: see `fastserve_kernels.ops`; block_size is a power of two.
     block_tables, table_starts: [N] and [S], see `fastserve_kernels.ops`.
     context_lens: int32 [S]. query_starts: int32 [S + 1].
-    work: int32 [n, 2] from `work_lists.prefill_work`, with tiles of `query_tile` rows.
+    work: from `work_lists.prefill_work`, with tiles of `query_tile` rows.
     rule: its sinks are on the device.
     out: [T, heads, value_dim] of query's dtype; only the last dimension must be contiguous. Rows
         that belong to no job are not written.
 
     A row's result does not depend on other jobs.
-    Grid: (n * heads,). A program has a tile of rows of one head. The heads of a tile are
-    neighbours, and among them those that share K and V.
+    Grid: (capacity of work * heads,), whatever the tensors' content. A program has a tile of rows
+    of one head, or nothing to do. The heads of a tile are neighbours, and among them those that
+    share K and V.
     """
     heads, key_dim = query.shape[1:]
     value_dim = out.shape[2]
     kv_heads, block_size = kv.shape[3:5]
-    if not work.shape[0]:
+    capacity = prefill_capacity(work.numel())
+    if not capacity:
         return
     parameters = launch_parameters.prefill(
         max(key_dim, value_dim), query.element_size(), capability(query.device), is_int8(kv)
     )
-    _attend_tiles[(work.shape[0] * heads,)](
+    _attend_tiles[(capacity * heads,)](
         query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
         layer, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         kv.stride(0), kv.stride(1), **rule_arguments(rule),
@@ -88,7 +91,7 @@ def paged_prefill(
 # Do not specialise on what differs from step to step: serving must not wait for a compiler.
 @triton.jit(
     do_not_specialize=["layer", "window"],
-    do_not_specialize_on_alignment=["table_starts", "context_lens"],
+    do_not_specialize_on_alignment=["table_starts"],
 )
 def _attend_tiles(
     query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
@@ -107,7 +110,9 @@ def _attend_tiles(
     head in one block.
     """
     item, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    job, tile = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
+    if item >= tl.load(work):
+        return
+    job, tile = tl.load(work + 1 + 2 * item), tl.load(work + 2 + 2 * item)
     first_row, last_row = tl.load(query_starts + job), tl.load(query_starts + job + 1)
     table = block_tables + tl.load(table_starts + job)
     context = tl.load(context_lens + job)

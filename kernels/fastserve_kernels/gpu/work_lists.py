@@ -76,25 +76,45 @@ def decode_capacity(work_size: int, rows: int) -> int:
     return (work_size - 1 - rows) // 2
 
 
+def num_tiles(query_lens: ArrayLike, tile: int) -> NDArray[np.int64]:
+    """How many items of prefill work each job makes, by its rows."""
+    lengths: NDArray[np.int64] = np.asarray(query_lens, dtype=np.int64)
+    return -(-lengths // tile)
+
+
 def prefill_work(
     query_lens: ArrayLike,
     tile: int,
     context_lens: ArrayLike | None = None,
     window: int | None = None,
+    capacity: int | None = None,
 ) -> NDArray[np.int32]:
     """The work list of `paged_prefill.paged_prefill`: each job's rows in tiles of `tile` rows.
 
-    query_lens: [S], rows of each job.
+    query_lens: [S], rows of each job; 0 for one without work.
     context_lens: [S], tokens in the cache, including those rows; by default query_lens, which is
         right for whole prompts.
     window: that of the layers' rule. It only changes the order.
+    capacity: how many items the list has room for; by default as many as there are. All lists for
+        a captured CUDA graph have the same capacity.
 
-    Returns int32 [n, 2], pairs (job, tile of the job). Those that attend to the most tokens come
-    first: at the end, a long one would leave the rest of the device idle.
+    Returns int32 [1 + 2 * capacity]:
+
+    - the number of items;
+    - the items, pairs (job, tile of the job); then zeros. Those that attend to the most tokens come
+      first: at the end, a long one would leave the rest of the device idle.
+
+    Raises:
+        ValueError: the rows make more than `capacity` items.
     """
     lengths = np.asarray(query_lens, dtype=np.int64)
     contexts = lengths if context_lens is None else np.asarray(context_lens, dtype=np.int64)
-    tiles = -(-lengths // tile)
+    tiles = num_tiles(lengths, tile)
+    count = int(tiles.sum())
+    if capacity is None:
+        capacity = count
+    if count > capacity:
+        raise ValueError(f"{count} items of prefill work, but room for {capacity}")
     jobs = np.repeat(np.arange(lengths.size), tiles)
     tile_of_job = np.arange(jobs.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)
     last_rows = np.minimum((tile_of_job + 1) * tile, lengths[jobs])
@@ -102,5 +122,13 @@ def prefill_work(
     ends = before + last_rows
     attended = ends - _first_visible(before + tile_of_job * tile + 1, window)
     order = np.argsort(-attended, kind="stable")
-    work: NDArray[np.int32] = np.stack([jobs[order], tile_of_job[order]], axis=1).astype(np.int32)
+    work = np.zeros(1 + 2 * capacity, dtype=np.int32)
+    work[0] = count
+    items = work[1:].reshape(capacity, 2)[:count]
+    items[:, 0], items[:, 1] = jobs[order], tile_of_job[order]
     return work
+
+
+def prefill_capacity(work_size: int) -> int:
+    """The capacity of a list that `prefill_work` made, with work_size elements."""
+    return (work_size - 1) // 2

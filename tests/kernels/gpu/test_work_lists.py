@@ -7,8 +7,10 @@ from fastserve_kernels.gpu.work_lists import (
     decode_capacity,
     decode_work,
     num_splits,
+    prefill_capacity,
     prefill_work,
 )
+from numpy.typing import NDArray
 
 
 def test_decode_work_covers_each_context_once_longest_splits_first() -> None:
@@ -65,20 +67,33 @@ def test_prefill_work_covers_each_row_once_longest_first() -> None:
     work = prefill_work([5, 128, 0, 200], tile=64)
     assert work.dtype == np.int32
     # Attending to 200, 192, 128, 128, 64, 64 and 5 tokens.
-    assert work.tolist() == [[3, 3], [3, 2], [1, 1], [3, 1], [1, 0], [3, 0], [0, 0]]
+    items = [(3, 3), (3, 2), (1, 1), (3, 1), (1, 0), (3, 0), (0, 0)]
+    assert (work[0], items_of(work)) == (7, items)
+
+
+def test_prefill_work_has_room_for_as_many_items_as_asked() -> None:
+    work = prefill_work([5, 128], tile=64, capacity=5)
+    assert prefill_capacity(work.size) == 5
+    assert (work[0], items_of(work)) == (3, [(1, 1), (1, 0), (0, 0), (0, 0), (0, 0)])
+    with pytest.raises(ValueError, match="3 items of prefill work, but room for 2"):
+        prefill_work([5, 128], tile=64, capacity=2)
 
 
 def test_prefill_work_of_chunks_counts_the_tokens_before_them() -> None:
     work = prefill_work([64, 100], tile=64, context_lens=[1000, 100])
-    assert work.tolist() == [[0, 0], [1, 1], [1, 0]]
+    assert items_of(work) == [(0, 0), (1, 1), (1, 0)]
 
 
 def test_prefill_work_of_a_window_counts_what_its_tiles_see() -> None:
     # The first job's tile sees 59 tokens, not 1000.
     work = prefill_work([10, 100], tile=64, context_lens=[1000, 100], window=50)
-    assert work.tolist() == [[1, 1], [1, 0], [0, 0]]
+    assert items_of(work) == [(1, 1), (1, 0), (0, 0)]
 
 
 def test_prefill_work_of_nothing() -> None:
-    assert prefill_work([], tile=64).shape == (0, 2)
-    assert prefill_work([0], tile=64).shape == (0, 2)
+    assert prefill_work([], tile=64).tolist() == [0]
+    assert prefill_work([0], tile=64).tolist() == [0]
+
+
+def items_of(prefill_work: NDArray[np.int32]) -> list[tuple[int, ...]]:
+    return [tuple(item) for item in prefill_work[1:].reshape(-1, 2).tolist()]

@@ -1,4 +1,4 @@
-"""Forward passes of decode steps as CUDA graphs: one launch replaces a hundred."""
+"""Forward passes as CUDA graphs: one launch replaces hundreds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fastserve_backend.worker.graph_sizes import GraphSize
 from fastserve_backend.worker.step_inputs import StepLayout, StepTensors, WorkListInputs
 
 Forward = Callable[[StepTensors, Tensor | None], Tensor | None]
 
 
-class DecodeGraphs:
-    """One graph for each padded size of a step, captured in the constructor. All share memory.
+class StepGraphs:
+    """One graph for each size to which steps are padded, captured in the constructor. All share
+    memory.
 
     A CPU has no graphs: there each run is a forward pass on the same padded inputs.
 
@@ -36,31 +38,33 @@ class DecodeGraphs:
     ) -> None:
         self._forward = forward
         self._inputs = inputs
+        # The largest first: the others reuse its memory from the pool.
+        sizes = sorted(inputs.sizes, key=lambda size: size.num_tokens, reverse=True)
         self._received = (
-            torch.zeros((inputs.padded_sizes[-1], width), dtype=dtype, device=device)
+            torch.zeros((sizes[0].num_tokens, width), dtype=dtype, device=device)
             if has_earlier_stage
             else None
         )
-        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._replays: dict[GraphSize, Callable[[], Tensor]] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._device = device
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
-        # The largest first: the others reuse its memory from the pool.
-        for size in reversed(inputs.padded_sizes):
+        for size in sizes:
             self._replays[size] = self._capture(size)
 
     def run(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
-        """The hidden states of a padded step, [num_jobs, width]. The next run overwrites them.
+        """The hidden states of a padded step, [num_tokens, width]. The next run overwrites them.
 
-        The graph reads the addresses that all padded steps of this size share. So ``inputs`` must
-        be the tensors that were prepared last.
+        The graph reads the addresses that all steps of this size share. So ``inputs`` must be the
+        tensors that were prepared last.
         """
+        assert inputs.size is not None
         if self._received is not None:
             assert received is not None
             self._received[: len(received)].copy_(received)
-        return self._replays[len(inputs.token_ids)]()[: inputs.num_jobs]
+        return self._replays[inputs.size]()[: inputs.num_tokens]
 
     def close(self) -> None:
         """Free the graphs. NCCL ends no group whose sums a graph still holds."""
@@ -68,9 +72,9 @@ class DecodeGraphs:
             graph.reset()
         self._replays.clear()
 
-    def _capture(self, size: int) -> Callable[[], Tensor]:
+    def _capture(self, size: GraphSize) -> Callable[[], Tensor]:
         tensors = self._inputs.bring_padded(StepLayout.empty(self._inputs.num_groups), size)
-        received = None if self._received is None else self._received[:size]
+        received = None if self._received is None else self._received[: size.num_tokens]
 
         def forward() -> Tensor:
             hidden = self._forward(tensors, received)

@@ -293,13 +293,16 @@ def run_decode(
     rule: AttentionRule,
     device: torch.device,
     all_splits: bool = False,
+    scratch: paged_decode.DecodeScratch | None = None,
 ) -> Tensor:
-    """all_splits: the work list has those before the window, too."""
+    """all_splits: the work list has those before the window, too. scratch: by default a new one."""
     rows, heads, _ = query.shape
     window, value_dim = None if all_splits else rule.window, cache.shape.value_dim
-    capacity = int(work_lists.num_splits(contexts, window).sum()) + SPARE_ITEMS
+    capacity = _decode_capacity(contexts, window)
     work = torch.from_numpy(work_lists.decode_work(contexts, capacity, window))
-    scratch = paged_decode.decode_scratch(capacity, heads, value_dim, device).fill_(NAN)
+    if scratch is None:
+        scratch = paged_decode.decode_scratch(capacity, heads, value_dim, device)
+    scratch.partials.fill_(NAN)
     out = torch.full((rows, heads, value_dim), NAN, dtype=query.dtype, device=device)
     paged_decode.paged_decode(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
@@ -307,6 +310,18 @@ def run_decode(
         work.to(device), _rule_on(rule, device), out, scratch,
     )  # fmt: skip
     return out.cpu()
+
+
+def decode_scratch(
+    contexts: Sequence[int], shape: Shape, device: torch.device
+) -> paged_decode.DecodeScratch:
+    """For `run_decode` of these contexts, or of some of them, without a window."""
+    capacity = _decode_capacity(contexts, None)
+    return paged_decode.decode_scratch(capacity, shape.heads, shape.value_dim, device)
+
+
+def _decode_capacity(contexts: Sequence[int], window: int | None) -> int:
+    return int(work_lists.num_splits(contexts, window).sum()) + SPARE_ITEMS
 
 
 def run_prefill(
@@ -385,7 +400,7 @@ def _decode(
 
 def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> Iterator[Comparison]:
     """With this many rows every program of the device takes several items in turn. Some of the rows
-    also run alone, with the same bits."""
+    also run alone, with the same bits, in the same scratch memory."""
     group = shape.heads // shape.kv_heads
     parameters = launch_parameters.decode(
         shape.head_dim, dtype.itemsize, group, capability(device), int8=False
@@ -396,11 +411,13 @@ def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> It
     contexts = [*FIRST_CONTEXTS, *others]
     cache = Cache.filled(contexts, shape, dtype)
     query, rule = queries(rows, shape, dtype), PLAIN.rule(shape)
-    together = run_decode(cache, query, contexts, rule, device)
+    scratch = decode_scratch(contexts, shape, device)
+    together = run_decode(cache, query, contexts, rule, device, scratch=scratch)
     yield near("rows", together, cache.decode(query, contexts, rule), dtype)
     for row, context in enumerate(FIRST_CONTEXTS):
         own = slice(row, row + 1)
-        result = run_decode(cache.of(own), query[own], [context], rule, device)
+        alone = cache.of(own), query[own], [context]
+        result = run_decode(*alone, rule, device, scratch=scratch)
         yield Comparison(f"row {row} alone", result, together[own])
 
 

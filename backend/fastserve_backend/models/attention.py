@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastserve_kernels import ops
 from fastserve_kernels.ops import AttentionRule
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
+
+if TYPE_CHECKING:
+    from fastserve_kernels.gpu.paged_decode import DecodeScratch
 
 
 @dataclass(frozen=True)
@@ -168,12 +172,12 @@ class WorkListBatch(GroupBatch):
 
     decode_work, prefill_work: int32, the work of decodes and of prefills in layers with the group's
         window, made by `fastserve_kernels.gpu.work_lists`.
-    decode_scratch: float32, see `gpu.paged_decode`.
+    decode_scratch: see `gpu.paged_decode`.
     """
 
     decode_work: Tensor
     prefill_work: Tensor
-    decode_scratch: Tensor
+    decode_scratch: DecodeScratch
 
     def _decode(
         self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor

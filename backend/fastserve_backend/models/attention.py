@@ -64,13 +64,14 @@ class Attention:
         """
         in_group = batch.groups[self.group]
         by_head = qkv.view(len(qkv), -1, self.head_dim)
+        query = by_head[:, : self.heads]
         if cos_sin is None:
             key = by_head[:, self.heads : self.heads + self.kv_heads]
             value = by_head[:, self.heads + self.kv_heads :]
-            ops.kv_write(kv, self.layer, key, value, in_group.slots)
+            out = in_group.write_and_attend(query, key, value, kv, self.layer, self.rule)
         else:
             ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, in_group.slots)
-        out = in_group.attend(by_head[:, : self.heads], kv, self.layer, self.rule)
+            out = in_group.attend(query, kv, self.layer, self.rule)
         return out.view(len(qkv), -1)
 
 
@@ -115,6 +116,14 @@ class GroupBatch(ABC):
         if n < len(query):
             self._prefill(query[n:], kv, layer, rule, out[n:])
         return out
+
+    def write_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, rule: AttentionRule
+    ) -> Tensor:
+        """The same, once the step's keys and values, [T, kv_heads, head_dim], are written to the
+        cache."""
+        ops.kv_write(kv, layer, key, value, self.slots)
+        return self.attend(query, kv, layer, rule)
 
     def _contexts_of(self, jobs: slice) -> tuple[Tensor, Tensor, Tensor]:
         """For these jobs: the block tables, where each job's begins, and its context length."""
@@ -179,8 +188,24 @@ class WorkListBatch(GroupBatch):
     prefill_work: Tensor
     decode_scratch: DecodeScratch
 
+    def write_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, rule: AttentionRule
+    ) -> Tensor:
+        if self.num_decodes < len(query):
+            return super().write_and_attend(query, key, value, kv, layer, rule)
+        # Of decodes alone, the kernel of attention writes the tokens: one launch less.
+        out = ops.empty(query.shape, query)
+        self._decode(query, kv, layer, rule, out, (key, value))
+        return out
+
     def _decode(
-        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layer: int,
+        rule: AttentionRule,
+        out: Tensor,
+        new: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         from fastserve_kernels.gpu.paged_decode import paged_decode
 
@@ -194,6 +219,7 @@ class WorkListBatch(GroupBatch):
             rule,
             out,
             self.decode_scratch,
+            new,
         )
 
     def _prefill(

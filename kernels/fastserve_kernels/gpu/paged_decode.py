@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.cache_writes import store_tokens
 from fastserve_kernels.gpu.device import capability, multiprocessors
 from fastserve_kernels.gpu.paged_cache import (
     NO_SCORE,
@@ -65,6 +66,7 @@ def paged_decode(
     rule: AttentionRule,
     out: Tensor,
     scratch: DecodeScratch,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Attention of B queries over the paged cache, one row for each job.
 
@@ -78,6 +80,9 @@ def paged_decode(
     rule: its sinks are on the device.
     out: [B, heads, value_dim] of query's dtype; only the last dimension must be contiguous.
     scratch: from `decode_scratch`, for at least the capacity of work.
+    new: key and value of each row's last token, [B, kv_heads, key_dim] and [B, kv_heads, value_dim]
+        of query's dtype; only the last dimension must be contiguous. They are written to the cache
+        first, as by `ops.kv_write`. None: the cache has them.
 
     A row's result is bit for bit independent of the other rows. The grid does not depend on the
     tensors' content: each of n programs takes every n-th (item, KV head) of the work. The program
@@ -94,14 +99,15 @@ def paged_decode(
     parameters = launch_parameters.decode(
         max(key_dim, value_dim), query.element_size(), group, capability(query.device), is_int8(kv)
     )
+    new_strides = (0,) * 4 if new is None else (*new[0].stride()[:2], *new[1].stride()[:2])
     programs = multiprocessors(query.device) * parameters.programs_per_multiprocessor
     merged_elements = MERGED_ELEMENTS // 2 if is_int8(kv) else MERGED_ELEMENTS
     merged_rows = max(merged_elements // padded_value_dim, launch_parameters.next_power_of_2(group))
     _attend_splits[(min(programs, max(capacity * kv_heads, rows)),)](
         query, kv, block_tables, table_starts, context_lens, work, out,
         scratch.partials, scratch.arrived,
-        layer, rows, capacity,
-        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        *(new or (None, None)), layer, rows, capacity,
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1), *new_strides,
         kv.stride(0), kv.stride(1), **rule_arguments(rule),
         KV_HEADS=kv_heads, GROUP=group, QUERY_ROWS=query_rows(group),
         MERGED_ROWS=merged_rows,
@@ -110,7 +116,7 @@ def paged_decode(
         BLOCK_SIZE=block_size, ROW=token_width(kv), HEAD_SIZE=block_size * kv.shape[5],
         INT8=is_int8(kv),
         SPLIT=SPLIT_TOKENS, KEY_TILE=parameters.key_tile, NUM_STAGES=parameters.num_stages,
-        num_warps=parameters.num_warps,
+        num_warps=parameters.num_warps, maxnreg=launch_parameters.decode_registers(parameters),
     )  # fmt: skip
 
 
@@ -123,8 +129,9 @@ def query_rows(group: int) -> int:
 @triton.jit(do_not_specialize=["layer", "rows", "capacity", "window"])
 def _attend_splits(
     query, kv, block_tables, table_starts, context_lens, work, out, partials, arrived,
-    layer, rows, capacity,
+    new_keys, new_values, layer, rows, capacity,
     query_row_stride, query_head_stride, out_row_stride, out_head_stride,
+    new_key_stride, new_key_head_stride, new_value_stride, new_value_head_stride,
     block_stride, layer_stride, scale, in_tanh, window, sinks,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_ROWS: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
@@ -165,6 +172,25 @@ def _attend_splits(
             seen_splits = tl.where(start < end, seen_splits, 0)
         side_stride = KV_HEADS * HEAD_SIZE
         keys = kv + layer * layer_stride + kv_head * HEAD_SIZE
+        if new_keys is not None:
+            # The program that reads the row's last token has it written before. No other program
+            # of this launch reads it.
+            last = context - 1
+            if last < end:
+                block = tl.load(table + last // BLOCK_SIZE)
+                token = keys + block.to(tl.int64) * block_stride
+                place = last % BLOCK_SIZE
+                row_of_keys = new_keys + row.to(tl.int64) * new_key_stride
+                row_of_values = new_values + row.to(tl.int64) * new_value_stride
+                _write_token(
+                    row_of_keys + kv_head * new_key_head_stride, token, place,
+                    KEY_DIM, PADDED_KEY_DIM, BLOCK_SIZE, ROW, INT8,
+                )  # fmt: skip
+                _write_token(
+                    row_of_values + kv_head * new_value_head_stride, token + side_stride, place,
+                    VALUE_DIM, PADDED_VALUE_DIM, BLOCK_SIZE, ROW, INT8,
+                )  # fmt: skip
+                tl.debug_barrier()
         if GROUP == 1:
             result, log_sum = _attend_one_head(
                 queries, keys, keys + side_stride, table, block_stride, start, end, scale, in_tanh,
@@ -214,6 +240,20 @@ def _attend_splits(
             out_heads = row * out_row_stride.to(tl.int64) + kv_head * GROUP * out_head_stride
             offsets = group_rows[:, None] * out_head_stride + value_dims[None, :]
             tl.store(out + out_heads + offsets, 0.0, mask=is_output)
+
+
+@triton.jit
+def _write_token(
+    new, token_head, place, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """token_head: the head's place in the token's block."""
+    dims = tl.arange(0, PADDED_DIM)[None, :]
+    values = tl.load(new + dims, mask=dims < DIM, other=0.0)
+    head = token_head + tl.zeros([1, 1], tl.int64)
+    store_tokens(
+        head, place, dims, values, dims < DIM, tl.full([1, 1], True, tl.int1), BLOCK_SIZE, ROW, INT8
+    )
 
 
 @triton.jit

@@ -57,6 +57,12 @@ def launch(
     return Launch(function, architecture, arguments)
 
 
+def writing_launch(architecture: int, int8: bool) -> Launch:
+    """A decode of OPT, which also writes the new tokens."""
+    plain = launch("decode", architecture, ("bfloat16", 40, 40, 128), int8)
+    return Launch("decode", architecture, {**plain.arguments, "writes": True})
+
+
 def resident_programs(kernel: CompiledKernel, architecture: int) -> int:
     """Programs that a multiprocessor holds at a time."""
     registers = -(-kernel.registers // REGISTER_UNIT) * REGISTER_UNIT
@@ -87,6 +93,8 @@ def compiled(function: str, architecture: int) -> dict[str, list[CompiledKernel]
         for shape, int8 in product(SHAPES[function], (False, True))
     ]
     launches += [Launch(function, architecture, arguments) for arguments in RULES]
+    if function == "decode":
+        launches += [writing_launch(architecture, int8) for int8 in (False, True)]
     return dict(zip(map(str, launches), compile_launches(launches), strict=True))
 
 
@@ -125,6 +133,17 @@ def test_decode(
     assert attend.copies_ahead >= COPIES_OF_A_TILE + (2 if int8 else 0), attend
     if heads > kv_heads and not int8:
         assert attend.count("HMMA") > 0, attend
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decode_that_writes_tokens(architecture: int, int8: bool) -> None:
+    (attend,) = compiled("decode", architecture)[str(writing_launch(architecture, int8))]
+    parameters = launch_parameters.decode(128, 2, 1, divmod(architecture, 10), int8=int8)
+    check_no_spills(attend, architecture)
+    resident = resident_programs(attend, architecture)
+    assert resident >= min(parameters.programs_per_multiprocessor, 5), attend
+    assert attend.copies_ahead >= COPIES_OF_A_TILE + (2 if int8 else 0), attend
 
 
 @pytest.mark.parametrize("shape", PREFILL, ids=str)

@@ -26,7 +26,7 @@ class PackedLinear:
     - "onednn": oneDNN's prepacked kernels, without a C++ compiler: for float32, and for bfloat16 if
       the CPU has instructions for it.
     - "torch": `torch.nn.functional.linear`, for everything else. On a GPU a ReLU is fused with the
-      bias.
+      bias, and in 16 bits both are with the product.
 
     The last two choose their method by the number of rows, so the last bits may depend on it.
     """
@@ -90,10 +90,14 @@ def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor
 
 
 def _on_gpu(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """With a ReLU, in the same kernel as the bias."""
+    """With a ReLU, in one kernel with the bias. In 16 bits that is the product's, if torch has it."""
     from fastserve_kernels.gpu.kernels import bias_relu
 
     weight = weight.contiguous()
+    fused = getattr(torch, "_addmm_activation", None)  # private: another torch may lack it
+    if fused and bias is not None and weight.device.type == "cuda" and weight.itemsize == 2:
+        transposed = weight.t()
+        return lambda x: fused(bias, x, transposed)
 
     def apply(x: Tensor) -> Tensor:
         y = F.linear(x, weight)

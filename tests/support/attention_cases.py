@@ -145,6 +145,13 @@ PREFILL_VARIANTS: list[tuple[list[tuple[int, int]], Shape, Variant]] = [
 ]
 """As `DECODE` and `PREFILL`, for other rules and for values of another size."""
 
+WRITING_DECODE: list[tuple[list[int], Shape, Variant]] = [
+    ([1, 257, 0, 256, 32, 17], Shape(3, 3, 64), PLAIN),
+    ([300, 7], Shape(1, 1, 80, block_size=8, other_value_dim=72), ALL_AT_ONCE),
+    ([513, 40], Shape(6, 2, 128), ALL_AT_ONCE),
+]
+"""As `DECODE_VARIANTS`, where the kernel also writes each row's last token."""
+
 INT8_DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes of queries to a cache in INT8. float32 would take the same path."""
 INT8_DECODE, INT8_PREFILL = DECODE[2::3], PREFILL[2::3]
@@ -293,20 +300,37 @@ def run_decode(
     rule: AttentionRule,
     device: torch.device,
     all_splits: bool = False,
+    scratch: paged_decode.DecodeScratch | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """all_splits: the work list has those before the window, too."""
+    """all_splits: the work list has those before the window, too. scratch: by default a new one.
+    new: keys and values that the kernel writes to the cache, which must be on the device."""
     rows, heads, _ = query.shape
     window, value_dim = None if all_splits else rule.window, cache.shape.value_dim
-    capacity = int(work_lists.num_splits(contexts, window).sum()) + SPARE_ITEMS
+    capacity = _decode_capacity(contexts, window)
     work = torch.from_numpy(work_lists.decode_work(contexts, capacity, window))
-    scratch = paged_decode.decode_scratch(capacity, heads, value_dim, device).fill_(NAN)
+    if scratch is None:
+        scratch = paged_decode.decode_scratch(capacity, heads, value_dim, device)
+    scratch.partials.fill_(NAN)
     out = torch.full((rows, heads, value_dim), NAN, dtype=query.dtype, device=device)
     paged_decode.paged_decode(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
         cache.table_starts.to(device), torch.tensor(contexts, dtype=torch.int32).to(device),
-        work.to(device), _rule_on(rule, device), out, scratch,
+        work.to(device), _rule_on(rule, device), out, scratch, new,
     )  # fmt: skip
     return out.cpu()
+
+
+def decode_scratch(
+    contexts: Sequence[int], shape: Shape, device: torch.device
+) -> paged_decode.DecodeScratch:
+    """For `run_decode` of these contexts, or of some of them, without a window."""
+    capacity = _decode_capacity(contexts, None)
+    return paged_decode.decode_scratch(capacity, shape.heads, shape.value_dim, device)
+
+
+def _decode_capacity(contexts: Sequence[int], window: int | None) -> int:
+    return int(work_lists.num_splits(contexts, window).sum()) + SPARE_ITEMS
 
 
 def run_prefill(
@@ -360,6 +384,11 @@ def cases(interpreted: bool = False) -> Iterator[Case]:
         if not no_dots:
             for jobs, shape, variant in [*plain_prefills, *prefills]:
                 yield Case("paged_prefill", (dtype, jobs, shape, variant, is_int8), _prefill, name)
+        for contexts, shape, variant in WRITING_DECODE:
+            if not no_dots or shape.heads == shape.kv_heads:
+                arguments = (dtype, contexts, shape, variant, is_int8)
+                label = f"{name} with new tokens".strip()
+                yield Case("paged_decode", arguments, _writing_decode, label)
     for dtype in DTYPES:
         no_dots = interpreted and dtype == torch.bfloat16
         for shape in SHARED_DECODE:
@@ -384,9 +413,34 @@ def _decode(
         yield Comparison("rows by a list of all splits", with_all_splits, actual)
 
 
+def _writing_decode(
+    dtype: torch.dtype, contexts: list[int], shape: Shape, variant: Variant, is_int8: bool,
+    device: torch.device,
+) -> Iterator[Comparison]:  # fmt: skip
+    """The last token of each row is written to the cache, and seen: all is as if `ops.kv_write`
+    wrote it before."""
+    rule = variant.rule(shape)
+    cache = decode_cache(contexts, shape, dtype, rule, is_int8)
+    query = queries(len(contexts), shape, dtype)
+    parts = [shape.kv_heads * dim for dim in (shape.head_dim, shape.value_dim)]
+    new = torch.randn(len(contexts), sum(parts)).to(dtype)
+    key, value = (part.unflatten(1, (shape.kv_heads, -1)) for part in new.split(parts, dim=1))
+    last = torch.tensor(contexts) - 1
+    blocks = cache.block_tables[cache.table_starts + last.clamp(min=0) // shape.block_size]
+    slots = torch.where(last < 0, -1, blocks.long() * shape.block_size + last % shape.block_size)
+    expected = replace(cache, kv=reference.kv_write(cache.kv, LAYER, key, value, slots))
+    written = replace(cache, kv=cache.kv.to(device, copy=True))
+    key, value = (
+        part.unflatten(1, (shape.kv_heads, -1)) for part in new.to(device).split(parts, dim=1)
+    )
+    actual = run_decode(written, query, contexts, rule, device, new=(key, value))
+    yield Comparison("rows", actual, run_decode(expected, query, contexts, rule, device))
+    yield Comparison("cache", written.kv.cpu().view(torch.int8), expected.kv.view(torch.int8))
+
+
 def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> Iterator[Comparison]:
     """With this many rows every program of the device takes several items in turn. Some of the rows
-    also run alone, with the same bits."""
+    also run alone, with the same bits, in the same scratch memory."""
     group = shape.heads // shape.kv_heads
     parameters = launch_parameters.decode(
         shape.head_dim, dtype.itemsize, group, capability(device), int8=False
@@ -397,11 +451,13 @@ def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> It
     contexts = [*FIRST_CONTEXTS, *others]
     cache = Cache.filled(contexts, shape, dtype)
     query, rule = queries(rows, shape, dtype), PLAIN.rule(shape)
-    together = run_decode(cache, query, contexts, rule, device)
+    scratch = decode_scratch(contexts, shape, device)
+    together = run_decode(cache, query, contexts, rule, device, scratch=scratch)
     yield near("rows", together, cache.decode(query, contexts, rule), dtype)
     for row, context in enumerate(FIRST_CONTEXTS):
         own = slice(row, row + 1)
-        result = run_decode(cache.of(own), query[own], [context], rule, device)
+        alone = cache.of(own), query[own], [context]
+        result = run_decode(*alone, rule, device, scratch=scratch)
         yield Comparison(f"row {row} alone", result, together[own])
 
 

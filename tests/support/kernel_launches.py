@@ -187,16 +187,18 @@ def sum_choices(dtype: torch.dtype, size: int) -> None:
 def decode(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = JOBS,
     table_entries: int = TABLE_ENTRIES, items: int = ITEMS, int8: bool = False, window: int = 0,
-    capped: bool = False, sinks: bool = False,
+    capped: bool = False, sinks: bool = False, writes: bool = False,
 ) -> None:  # fmt: skip
+    """writes: it also writes the rows' tokens to the cache."""
     n = num_decodes
-    query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
+    query, key, value = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
         query[:n], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS), _integers(n), _integers(1 + n + 2 * items),
         _rule(heads, head_dim, window, capped, sinks),
         _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
+        (key[:n], value[:n]) if writes else None,
     )  # fmt: skip
 
 

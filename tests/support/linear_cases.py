@@ -1,4 +1,5 @@
-"""Cases of linears with a weight in INT8, for a CPU's implementations and a GPU's."""
+"""Cases of linears with a weight in INT8, and of those with a ReLU in 16 bits, for a CPU's
+implementations and a GPU's."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ SIZES = [
     (65, 33, 80), (140, 200, 64), (2, 48, 1500), (3, 40, 1),
     (385, 33, 80), (3, 40, 257), (2, 40, 0), (0, 64, 64),
 ]  # fmt: skip
+RELU_SIZES = [(1, 64, 64), (17, 40, 130), (65, 33, 80), (0, 64, 64)]
+"""Of linears with 16 bits, which torch multiplies, with a bias and a ReLU."""
 
 
 def cases(*, interpreted: bool = False) -> Iterator[Case]:
@@ -27,6 +30,20 @@ def cases(*, interpreted: bool = False) -> Iterator[Case]:
             for extras in ("bias", "bias and ReLU", "none"):
                 arguments = (dtype, rows, out_features, in_features, extras)
                 yield Case("int8_linear", arguments, _int8_linear)
+        if dtype != torch.float32:
+            for size in RELU_SIZES:
+                yield Case("packed_linear", (dtype, *size), _packed_linear)
+
+
+def _packed_linear(
+    dtype: torch.dtype, rows: int, out_features: int, in_features: int, device: torch.device
+) -> Iterator[Comparison]:
+    weight = (torch.randn(out_features, in_features) * 0.1).to(dtype)
+    bias = torch.randn(out_features).to(dtype)
+    x = torch.randn(rows, in_features).to(dtype)
+    linear = ops.PackedLinear(weight.to(device), bias.to(device), relu=True)
+    expected = reference.linear(x, weight, bias, relu=True)
+    yield near("result", linear(x.to(device)).cpu(), expected, dtype)
 
 
 def _int8_linear(

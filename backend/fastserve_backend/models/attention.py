@@ -10,13 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastserve_kernels import ops
+from fastserve_kernels.gpu.work_lists import prefill_capacity
 from fastserve_kernels.ops import AttentionRule
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
+
+if TYPE_CHECKING:
+    from fastserve_kernels.gpu.paged_decode import DecodeScratch
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,14 @@ class Attention:
         """
         in_group = batch.groups[self.group]
         by_head = qkv.view(len(qkv), -1, self.head_dim)
+        query = by_head[:, : self.heads]
         if cos_sin is None:
             key = by_head[:, self.heads : self.heads + self.kv_heads]
             value = by_head[:, self.heads + self.kv_heads :]
-            ops.kv_write(kv, self.layer, key, value, in_group.slots)
+            out = in_group.write_and_attend(query, key, value, kv, self.layer, self.rule)
         else:
             ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, in_group.slots)
-        out = in_group.attend(by_head[:, : self.heads], kv, self.layer, self.rule)
+            out = in_group.attend(query, kv, self.layer, self.rule)
         return out.view(len(qkv), -1)
 
 
@@ -101,6 +107,14 @@ class GroupBatch(ABC):
         The step's keys and values must be in the cache `kv` already. Rows that belong to no job get
         any values.
         """
+
+    def write_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, rule: AttentionRule
+    ) -> Tensor:
+        """The same, once the step's keys and values, [T, kv_heads, head_dim], are written to the
+        cache."""
+        ops.kv_write(kv, layer, key, value, self.slots)
+        return self.attend(query, kv, layer, rule)
 
 
 @dataclass(frozen=True)
@@ -155,35 +169,21 @@ class WorkListBatch(GroupBatch):
     query_starts: int32 [S + 1], where the rows of each job begin, and then the number of rows.
     decode_work, prefill_work: int32, the work of decodes and of prefills in layers with the group's
         window, made by `fastserve_kernels.gpu.work_lists`.
-    decode_scratch: float32, see `gpu.paged_decode`.
+    decode_scratch: see `gpu.paged_decode`.
     """
 
     decode_contexts: Tensor
     query_starts: Tensor
     decode_work: Tensor
     prefill_work: Tensor
-    decode_scratch: Tensor
+    decode_scratch: DecodeScratch
 
     def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
-        from fastserve_kernels.gpu.paged_decode import paged_decode
         from fastserve_kernels.gpu.paged_prefill import paged_prefill
 
         out = ops.empty(query.shape, query)
-        rows = len(self.decode_contexts)
-        if rows:
-            paged_decode(
-                query[:rows],
-                kv,
-                layer,
-                self.block_tables,
-                self.table_starts,
-                self.decode_contexts,
-                self.decode_work,
-                rule,
-                out[:rows],
-                self.decode_scratch,
-            )
-        # Among those rows may be rows of prompts. They are zeros until now.
+        self._decode(query, None, kv, layer, rule, out)
+        # Among the rows of decodes may be rows of prompts. They are zeros until now.
         paged_prefill(
             query,
             kv,
@@ -197,3 +197,40 @@ class WorkListBatch(GroupBatch):
             out,
         )
         return out
+
+    def write_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, rule: AttentionRule
+    ) -> Tensor:
+        if prefill_capacity(self.prefill_work.numel()):
+            return super().write_and_attend(query, key, value, kv, layer, rule)
+        # Of decodes alone, the kernel of attention writes the tokens: one launch less.
+        out = ops.empty(query.shape, query)
+        self._decode(query, (key, value), kv, layer, rule, out)
+        return out
+
+    def _decode(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        kv: Tensor,
+        layer: int,
+        rule: AttentionRule,
+        out: Tensor,
+    ) -> None:
+        """Fill out for the rows that decode. new: see `gpu.paged_decode.paged_decode`."""
+        from fastserve_kernels.gpu.paged_decode import paged_decode
+
+        rows = len(self.decode_contexts)
+        paged_decode(
+            query[:rows],
+            kv,
+            layer,
+            self.block_tables,
+            self.table_starts,
+            self.decode_contexts,
+            self.decode_work,
+            rule,
+            out[:rows],
+            self.decode_scratch,
+            new,
+        )

@@ -119,7 +119,7 @@ def _store_scale(heads, place, scale, is_head, BLOCK_SIZE: tl.constexpr, ROW: tl
 
 
 @triton.jit
-def _store_tokens(
+def store_tokens(
     heads, place, dim, values, inside, is_head,
     BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
@@ -154,9 +154,9 @@ def _kv_write(
     )
     heads = _cache_heads(kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE, WIDTH)
     place = slot % BLOCK_SIZE
-    _store_tokens(heads, place, key_dim, keys, is_key, is_head, BLOCK_SIZE, ROW, INT8)
+    store_tokens(heads, place, key_dim, keys, is_key, is_head, BLOCK_SIZE, ROW, INT8)
     heads += kv_heads * BLOCK_SIZE * WIDTH
-    _store_tokens(heads, place, value_dim, values, is_value, is_head, BLOCK_SIZE, ROW, INT8)
+    store_tokens(heads, place, value_dim, values, is_value, is_head, BLOCK_SIZE, ROW, INT8)
 
 
 @triton.jit(do_not_specialize=["layer", "query_tiles"])
@@ -217,7 +217,7 @@ def _rope_kv_write(
     inside = is_head & (dim < HEAD_DIM)
     values = tl.load(value + token * value_token + head * value_head + dim, inside, other=0.0)
     cached += kv_heads * BLOCK_SIZE * WIDTH
-    _store_tokens(cached, place, dim, values, inside, is_head, BLOCK_SIZE, HEAD_DIM, INT8)
+    store_tokens(cached, place, dim, values, inside, is_head, BLOCK_SIZE, HEAD_DIM, INT8)
 
 
 @triton.jit

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 MIN_PADDED_HEAD_DIM = 64
+REGISTERS = 64 * 1024
+REGISTER_UNIT = 8
+"""Registers of a multiprocessor, and the multiple in which a thread gets them."""
 
 
 # Triton's own functions are for kernels: on the host they take a microsecond or more.
@@ -201,6 +204,14 @@ def decode(
     else:
         table = INT8_DECODE_GROUPS if int8 else DECODE_GROUPS
     return _row(table, head_dim, element_bytes, capability)
+
+
+def decode_registers(parameters: DecodeParameters) -> int:
+    """The most registers of a thread such that the programs of a grid fit on the device, or five on
+    each multiprocessor."""
+    programs = min(parameters.programs_per_multiprocessor, 5)
+    most = REGISTERS // (programs * 32 * parameters.num_warps)
+    return min(most // REGISTER_UNIT * REGISTER_UNIT, 255)
 
 
 def prefill(

@@ -57,6 +57,12 @@ def launch(
     return Launch(function, architecture, arguments)
 
 
+def writing_launch(architecture: int, int8: bool) -> Launch:
+    """A decode of OPT, which also writes the new tokens."""
+    plain = launch("decode", architecture, ("bfloat16", 40, 40, 128), int8)
+    return Launch("decode", architecture, {**plain.arguments, "writes": True})
+
+
 def resident_programs(kernel: CompiledKernel, architecture: int) -> int:
     """Programs that a multiprocessor holds at a time."""
     registers = -(-kernel.registers // REGISTER_UNIT) * REGISTER_UNIT
@@ -87,6 +93,8 @@ def compiled(function: str, architecture: int) -> dict[str, list[CompiledKernel]
         for shape, int8 in product(SHAPES[function], (False, True))
     ]
     launches += [Launch(function, architecture, arguments) for arguments in RULES]
+    if function == "decode":
+        launches += [writing_launch(architecture, int8) for int8 in (False, True)]
     return dict(zip(map(str, launches), compile_launches(launches), strict=True))
 
 
@@ -110,15 +118,12 @@ def test_decode(
     shape: tuple[str, int, int, int],
     int8: bool,
 ) -> None:
-    attend, merge = compiled("decode", architecture)[
-        str(launch("decode", architecture, shape, int8))
-    ]
+    (attend,) = compiled("decode", architecture)[str(launch("decode", architecture, shape, int8))]
     _, heads, kv_heads, head_dim = shape
     parameters = launch_parameters.decode(
         head_dim, 2, heads // kv_heads, divmod(architecture, 10), int8=int8
     )
     (check_no_spills if int8 else check_memory)(attend, architecture)
-    check_memory(merge, architecture)
     # Programs have their share of the work from the start: one that waited would end late. Only a
     # grid that was measured has more than five (see `launch_parameters.INT8_DECODE_HEADS`).
     resident = resident_programs(attend, architecture)
@@ -126,9 +131,19 @@ def test_decode(
     # K and V of a tile are copied while the previous tile is computed. In INT8 their scales are,
     # too.
     assert attend.copies_ahead >= COPIES_OF_A_TILE + (2 if int8 else 0), attend
-    assert resident_programs(merge, architecture) >= 12, merge
     if heads > kv_heads and not int8:
         assert attend.count("HMMA") > 0, attend
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decode_that_writes_tokens(architecture: int, int8: bool) -> None:
+    (attend,) = compiled("decode", architecture)[str(writing_launch(architecture, int8))]
+    parameters = launch_parameters.decode(128, 2, 1, divmod(architecture, 10), int8=int8)
+    check_no_spills(attend, architecture)
+    resident = resident_programs(attend, architecture)
+    assert resident >= min(parameters.programs_per_multiprocessor, 5), attend
+    assert attend.copies_ahead >= COPIES_OF_A_TILE + (2 if int8 else 0), attend
 
 
 @pytest.mark.parametrize("shape", PREFILL, ids=str)
@@ -161,10 +176,9 @@ def test_prefill_of_a_cache_in_int8(architecture: int, shape: tuple[str, int, in
 def test_other_rules(architecture: int, arguments: Arguments) -> None:
     """A rule takes registers, but leaves kernels their place, their early loads and their dot
     products. A window makes prefill with head dimension 128 on 8.0 spill, a few registers only."""
-    attend, merge = compiled("decode", architecture)[str(Launch("decode", architecture, arguments))]
+    (attend,) = compiled("decode", architecture)[str(Launch("decode", architecture, arguments))]
     (prefill,) = compiled("prefill", architecture)[str(Launch("prefill", architecture, arguments))]
     check_no_spills(attend, architecture)
-    check_no_spills(merge, architecture)
     if (architecture, arguments["head_dim"]) == (80, 128):
         assert prefill.stack_bytes <= 32, prefill
     else:

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+import ptx.driver
 import pytest
 import torch
-from attention_cases import LAYER, Cache, Shape, cases, queries, run_decode, run_prefill
+from attention_cases import (
+    LAYER,
+    Cache,
+    Shape,
+    cases,
+    decode_scratch,
+    queries,
+    run_decode,
+    run_prefill,
+)
 from case_shapes import but_dtype
 from fastserve_kernels.attention_rule import AttentionRule
 from kernel_cases import Case
@@ -62,3 +73,21 @@ def test_scores_of_any_size(dtype: torch.dtype, kernel_device: torch.device) -> 
         run_prefill(cache, query, [(1, length)], rule, kernel_device),
     ):
         assert (result - expected).abs().max() <= limit * expected.abs().max()
+
+
+@pytest.mark.skipif(ptx.driver.capability() is None, reason="programs of the emulator have orders")
+@pytest.mark.parametrize("shape", [Shape(1, 1, 64), Shape(4, 2, 64)], ids=str)
+def test_whichever_split_is_the_last(shape: Shape, kernel_device: torch.device) -> None:
+    """The program that ends a row's last split merges them. The row is the same whichever that
+    is."""
+    torch.manual_seed(0)
+    contexts = [1100, 20, 0, 700]
+    cache = Cache.filled(contexts, shape, torch.bfloat16)
+    query, rule = queries(len(contexts), shape, torch.bfloat16), AttentionRule(0.1)
+    scratch = decode_scratch(contexts, shape, kernel_device)
+    generator = np.random.default_rng(0)
+    expected = run_decode(cache, query, contexts, rule, kernel_device, scratch=scratch)
+    for order in (generator.permutation, generator.permutation, lambda count: range(count)[::-1]):
+        with ptx.driver.programs_in_order(order):
+            result = run_decode(cache, query, contexts, rule, kernel_device, scratch=scratch)
+        assert torch.equal(result, expected)

@@ -7,6 +7,7 @@ import pytest
 from ptx.arithmetic import ARITHMETIC
 from ptx.data_movement import DATA_MOVEMENT
 from ptx.errors import MachineError, UnknownCode
+from ptx.global_order import GlobalOrder
 from ptx.machine import Machine
 from ptx.memory import GlobalMemory
 from ptx.program import Program
@@ -41,6 +42,85 @@ def run(code: str, values: np.ndarray) -> None:
         Program.parse(text), {"kernel_param_0": address}, (1, 1, 1), range(1), memory, 256
     )
     machine.run(ARITHMETIC | DATA_MOVEMENT)
+
+
+PUBLISH = "mov.b32 %r7, 1; setp.eq.s32 %p2, %r1, 0; @%p2 atom.global.gpu.acq_rel.add.u32 %r6,"
+"""Thread 0 adds 1 to the word behind the threads' values; what follows is its address."""
+
+
+def run_two(code: str) -> np.ndarray:
+    """Runs two programs, the second one after the first, with the order of their accesses. %p1 is
+    true in the second. %r1 is the thread, %rd1 the address of its value, which both share, and %rd0
+    that of a word. Returns the values."""
+    text = f""".visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0
+)
+.reqntid {THREADS}
+{{
+	ld.param.b64 	%rd0, [kernel_param_0];
+	mov.u32 	%r1, %tid.x;
+	mov.u32 	%r2, %ctaid.x;
+	setp.eq.s32 	%p1, %r2, 1;
+	mad.wide.u32 	%rd1, %r1, 4, %rd0;
+	add.s64 	%rd1, %rd1, 4;
+	{code}
+	ret;
+}}
+"""
+    values = np.zeros(THREADS + 1, np.uint32)
+    address, program = values.ctypes.data, Program.parse(text)
+    memory = GlobalMemory([(address, values.nbytes)])
+    order = GlobalOrder(memory.ranges, 2)
+    for index in range(2):
+        machine = Machine(
+            program, {"kernel_param_0": address}, (2, 1, 1), [index], memory, 0, order
+        )
+        machine.run(ARITHMETIC | DATA_MOVEMENT)
+    return values
+
+
+def test_programs_meet_by_atomic_additions() -> None:
+    """The second reads what the other warp of the first has stored, after both have counted."""
+    values = run_two(
+        f"""@!%p1 st.global.b32 [%rd1], %r1; bar.sync 0; {PUBLISH} [%rd0], %r7; bar.sync 0;
+        xor.b32 %r4, %r1, 32; mad.wide.u32 %rd2, %r4, 4, %rd0;
+        @%p1 ld.global.b32 %r5, [%rd2+4]; @%p1 st.global.b32 [%rd2+4], %r5;"""
+    )
+    assert values.tolist() == [2, *range(THREADS)]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("st.global.b32 [%rd1], %r1;", "of another program are stored in any order"),
+        (
+            "@!%p1 st.global.b32 [%rd1], %r1; @%p1 ld.global.b32 %r4, [%rd1];",
+            "of another program are loaded in any order",
+        ),
+        (
+            "@!%p1 ld.global.b32 %r4, [%rd1]; @%p1 st.global.b32 [%rd1], %r1;",
+            "of another program are stored in any order",
+        ),
+        (
+            f"@!%p1 st.global.b32 [%rd1], %r1; {PUBLISH} [%rd0], %r7; bar.sync 0;"
+            "@%p1 ld.global.b32 %r4, [%rd1];",
+            "of another program are loaded in any order",
+        ),
+        (
+            f"@!%p1 st.global.b32 [%rd1], %r1; bar.sync 0; {PUBLISH} [%rd0], %r7;"
+            "@%p1 ld.global.b32 %r4, [%rd1];",
+            "of another program are loaded in any order",
+        ),
+        (
+            "st.global.b32 [%rd1], %r1; xor.b32 %r4, %r1, 32; mad.wide.u32 %rd2, %r4, 4, %rd0;"
+            "ld.global.b32 %r5, [%rd2+4];",
+            "of another warp are loaded too early",
+        ),
+    ],
+)  # fmt: skip
+def test_an_order_that_is_chance(code: str, error: str) -> None:
+    with pytest.raises(MachineError, match=error):
+        run_two(code)
 
 
 def numbers(count: int = THREADS) -> np.ndarray:

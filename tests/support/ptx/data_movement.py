@@ -23,6 +23,8 @@ def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
     addresses = machine.addresses(i.operands[1])[mask]
     if i.parts[1] == "global":
         data = machine.memory.read(addresses, width)
+        if machine.order is not None:
+            machine.order.load(addresses, width, machine.id_of[mask], machine.warp_of[mask])
     elif i.parts[1] == "shared":
         places = machine.shared.places(addresses, machine.program_of[mask], width)
         data = machine.shared.read(places, width, machine.warp_of[mask])
@@ -40,6 +42,9 @@ def _store(machine: Machine, i: Instruction, mask: Mask) -> None:
     addresses = machine.addresses(i.operands[0])[mask]
     if i.parts[1] == "global":
         machine.memory.write(addresses, data)
+        if machine.order is not None:
+            of_threads = machine.id_of[mask], machine.warp_of[mask]
+            machine.order.store(addresses, data.shape[1], *of_threads)
     elif i.parts[1] == "shared":
         places = machine.shared.places(addresses, machine.program_of[mask], data.shape[1])
         machine.shared.write(places, data, machine.warp_of[mask])
@@ -63,6 +68,10 @@ def _async_copy(machine: Machine, i: Instruction, mask: Mask) -> None:
         targets = machine.addresses(i.operands[0])[mask]
         places = machine.shared.places(targets, machine.program_of[mask], width)
         machine.copies.start(np.flatnonzero(mask), sources, places, width)
+        if machine.order is not None:
+            real = sources != NOTHING
+            of_threads = machine.id_of[mask][real], machine.warp_of[mask][real]
+            machine.order.load(sources[real], width, *of_threads)
     else:
         raise UnknownCode(i.text)
 
@@ -77,6 +86,27 @@ def _barrier(machine: Machine, i: Instruction, mask: Mask) -> None:
     if (meets != machine.alive.reshape(meets.shape))[programs].any():
         raise MachineError("not all threads of a program meet")
     machine.shared.barrier(programs)
+    if machine.order is not None:
+        machine.order.barrier(machine.ids[programs])
+
+
+def _atomic(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """The threads come one after the other."""
+    if i.parts[1:] != ("global", "gpu", "acq_rel", "add", "u32"):
+        raise UnknownCode(i.text)
+    added = machine.read(i.operands[2], "u32")
+    addresses = machine.addresses(i.operands[1])
+    before = np.zeros(machine.threads, np.uint32)
+    for thread in np.flatnonzero(mask):
+        place = addresses[thread : thread + 1]
+        before[thread] = machine.memory.read(place, 4).view(np.uint32).item()
+        machine.memory.write(
+            place, (before[thread : thread + 1] + added[thread]).view(np.uint8)[None]
+        )
+        if machine.order is not None:
+            program = int(machine.id_of[thread])
+            machine.order.add(int(place[0]), program, releases=True, acquires=True)
+    machine.write(i.operands[0], before, mask)
 
 
 def _shuffle(machine: Machine, i: Instruction, mask: Mask) -> None:
@@ -111,6 +141,7 @@ DATA_MOVEMENT = {
     "ld": _load,
     "st": _store,
     "cp": _async_copy,
+    "atom": _atomic,
     "bar": _barrier,
     "shfl": _shuffle,
     "redux": _sum_of_warp,

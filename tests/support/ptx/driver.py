@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from triton.runtime.driver import driver
 
 from ptx.arithmetic import ARITHMETIC
 from ptx.data_movement import DATA_MOVEMENT
+from ptx.global_order import GlobalOrder
 from ptx.machine import Machine
 from ptx.memory import GlobalMemory
 from ptx.program import Program
@@ -51,6 +54,23 @@ def install(name: str) -> None:
 def capability() -> tuple[int, int] | None:
     """Compute capability of the emulated GPU; None without emulation."""
     return None if _architecture is None else divmod(_architecture, 10)
+
+
+_order_of_programs: Callable[[int], Sequence[int]] = range
+
+
+@contextmanager
+def programs_in_order(order: Callable[[int], Sequence[int]]) -> Iterator[None]:
+    """Runs the programs of each launch in another order than that of their ids.
+
+    order: gives the ids, by the number of programs.
+    """
+    global _order_of_programs
+    _order_of_programs = order
+    try:
+        yield
+    finally:
+        _order_of_programs = range
 
 
 _code: dict[str, str] = {}  # path of the PTX, by the hash of a compilation
@@ -89,11 +109,18 @@ class _Launcher:
         parameters = dict(zip(program.parameters, bits, strict=True))
         memory = GlobalMemory(_range(one) for one in given if isinstance(one, Tensor))
         count, at_a_time = width * height * depth, max(1, MOST_THREADS // program.threads)
+        order = GlobalOrder(memory.ranges, count) if program.has_atomics else None
+        programs = _order_of_programs(count)
         with np.errstate(all="ignore"):
             for first in range(0, count, at_a_time):
-                ids = range(first, min(count, first + at_a_time))
                 machine = Machine(
-                    program, parameters, (width, height, depth), ids, memory, self._metadata.shared
+                    program,
+                    parameters,
+                    (width, height, depth),
+                    programs[first : first + at_a_time],
+                    memory,
+                    self._metadata.shared,
+                    order,
                 )
                 machine.run(INSTRUCTIONS)
 

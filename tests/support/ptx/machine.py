@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ptx.async_copies import AsyncCopies
 from ptx.errors import MachineError, UnknownCode
 from ptx.formats import TYPES, UNSIGNED, Array, size_of
+from ptx.global_order import GlobalOrder
 from ptx.memory import SHARED_START, GlobalMemory, SharedMemory
 from ptx.program import Instruction, Program
 
@@ -38,14 +39,17 @@ class Machine:
         program: Program,
         parameters: Mapping[str, int],
         grid: tuple[int, int, int],
-        ids: range,
+        ids: Sequence[int],
         memory: GlobalMemory,
         shared_bytes: int,
+        order: GlobalOrder | None = None,
     ) -> None:
-        """parameters: bits. ids: of the programs of the grid that run here."""
+        """parameters: bits. ids: of the programs of the grid that run here. order: of all programs'
+        accesses to memory; None: not checked."""
         self.program = program
         self.parameters = parameters
         self.memory = memory
+        self.order = order
         self.num_programs = len(ids)
         self.threads = len(ids) * program.threads
         self.shared = SharedMemory(len(ids), shared_bytes, -(-self.threads // WARP_GROUP))
@@ -53,7 +57,8 @@ class Machine:
         self.program_of = threads // program.threads
         self.warp_of = threads // WARP
         self.copies = AsyncCopies(memory, self.shared, self.warp_of)
-        id_of = np.array(ids)[self.program_of]
+        self.ids = np.array(ids)
+        self.id_of = id_of = self.ids[self.program_of]
         width, height, _ = grid
         self._special = {
             "%tid.x": threads % program.threads,

@@ -24,6 +24,7 @@ class GlobalMemory:
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         """ranges: (address, bytes)."""
         known = sorted({(start, size) for start, size in ranges if size})
+        self.ranges = known
         self._starts = np.array([start for start, _ in known], dtype=np.int64)
         self._ends = np.array([start + size for start, size in known], dtype=np.int64)
         self._bytes = [

@@ -18,6 +18,7 @@ from fastserve_kernels.gpu import (
     quantized_linear,
     routing,
     sums,
+    token_choice,
 )
 from fastserve_kernels.gpu import (
     grouped_linear as grouped,
@@ -226,6 +227,11 @@ def step(
     """Decodes, and prompts in the same tensors."""
     decode(dtype, heads, kv_heads, head_dim, num_decodes, table_entries, items=num_decodes + 1)
     prefill(dtype, heads, kv_heads, head_dim, table_entries, items=num_decodes + 1)
+
+
+def choose_tokens(dtype: torch.dtype, vocab: int) -> None:
+    rules = _empty(torch.int64, JOBS, token_choice.RULE_WORDS)
+    token_choice.choose_tokens(_empty(dtype, JOBS, vocab), rules, filters=True, no_token=-1)
 
 
 def _rule(heads: int, head_dim: int, window: int, capped: bool, sinks: bool) -> AttentionRule:

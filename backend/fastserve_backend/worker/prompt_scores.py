@@ -11,8 +11,9 @@ from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.rank_protocol.messages import PromptRows, PromptScores
-from fastserve_backend.worker.sampler import of_tokens, start_copy
+from fastserve_backend.worker.sampler import start_copy
 from fastserve_backend.worker.staging import Uploads
+from fastserve_backend.worker.token_choice import of_tokens
 
 # The LM head computes so many logits at once. In float32 they take 64 MiB, and all that is computed
 # from them 200 MiB, however long the prompts are. More would leave less memory for KV. With fewer,

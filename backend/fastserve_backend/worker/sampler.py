@@ -1,4 +1,5 @@
-"""Chooses the next token of every sampling row, for the whole batch at once.
+"""Chooses the next token of every sampling row, for the whole batch at once: from the logits to the
+answer. `token_choice` makes the choice itself.
 
 Randomness is one uniform number for each token. The engine makes it from the job's seed and the
 token's index. Inverting the distribution with it gives the same token in any batch.
@@ -10,7 +11,6 @@ for the device: it starts the copy of the results, and reads them when the devic
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.rank_protocol.messages import (
-    NO_TOKEN,
     LogitBias,
     Penalties,
     Sampling,
@@ -30,6 +29,7 @@ from fastserve_backend.rank_protocol.messages import (
     TopLogprobs,
 )
 from fastserve_backend.worker.staging import Uploads
+from fastserve_backend.worker.token_choice import choose, greedy_answers, of_tokens
 
 Array = npt.NDArray[Any]
 _NO_ROWS: Array = np.zeros(0, dtype=np.int64)
@@ -53,7 +53,7 @@ class SampledTokens:
     def __init__(
         self,
         token_ids: Tensor,
-        chosen: Tensor,
+        answers: Tensor,
         logprob_rows: Array = _NO_ROWS,
         logprobs: Sequence[Tensor] = (),
         groups: Sequence[Array] = (),
@@ -61,8 +61,7 @@ class SampledTokens:
     ) -> None:
         """
         Args:
-            chosen: [R], the logit or probability by which each token was chosen; NaN if a row has
-                none to choose.
+            answers: int64 [R], the tokens, or NO_TOKEN for rows that have none to choose.
             logprob_rows: the rows whose log-probabilities are wanted.
             logprobs: float32, those of their tokens. Then for each group the most likely tokens,
                 int32 [rows of the group, n], and their log-probabilities, float32.
@@ -74,7 +73,7 @@ class SampledTokens:
         self._logprob_rows = logprob_rows
         self._groups = groups
         self._uploads = uploads
-        self._on_host = start_copy([torch.where(chosen.isnan(), NO_TOKEN, token_ids), *logprobs])
+        self._on_host = start_copy([answers, *logprobs])
 
     def result(self, step_id: int, compute_s: float) -> StepResult:
         """The message that answers the step. Call this only when the device has finished it."""
@@ -121,14 +120,16 @@ def sample(
     """
     if sampling is None:
         token_ids = ops.argmax_rows(logits) if greedy_ids is None else greedy_ids
-        return SampledTokens(token_ids, of_tokens(logits, token_ids))
-    raw = logits.float()
-    uploads = Uploads(raw.device)
+        return SampledTokens(token_ids, greedy_answers(logits, token_ids))
+    uploads = Uploads(logits.device)
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
     bans_eos = len(without_eos) > 0 and len(eos_token_ids) > 0
-    scores = raw
+    scores = logits
     if sampling.masks or bans_eos or sampling.biases or sampling.penalties:
-        scores = raw.clone(memory_format=torch.contiguous_format)
+        scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        scores.copy_(logits)
+    elif not ops.uses_triton(logits.device):
+        scores = logits.float()
     if sampling.masks:
         _mask(scores, sampling, uploads)
     if bans_eos:
@@ -138,129 +139,11 @@ def sample(
         _add_biases(scores, sampling.biases, uploads)
     if sampling.penalties:
         _penalise(scores, sampling.penalties, input_ids, uploads)
-    token_ids, chosen = _choose(scores, sampling, uploads)
+    token_ids, answers = choose(scores, sampling, uploads)
     num_logprobs = np.frombuffer(sampling.num_logprobs, dtype=np.int32)
     if (num_logprobs >= 0).any():
-        return _with_logprobs(token_ids, chosen, raw, num_logprobs, uploads)
-    return SampledTokens(token_ids, chosen, uploads=uploads)
-
-
-def of_tokens(rows: Tensor, token_ids: Tensor) -> Tensor:
-    """The entry of each row for its token: [R]."""
-    return rows.gather(1, token_ids[:, None])[:, 0]
-
-
-def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tensor, Tensor]:
-    """The tokens, and the logit or probability by which each was chosen."""
-    temperature = np.frombuffer(sampling.temperature, dtype=np.float32)
-    top_k = np.frombuffer(sampling.top_k, dtype=np.int32)
-    top_p = np.frombuffer(sampling.top_p, dtype=np.float32)
-    min_p = np.frombuffer(sampling.min_p or bytes(len(sampling.top_p)), dtype=np.float32)
-    uniform = np.frombuffer(sampling.uniform, dtype=np.float64)
-    random = temperature > 0
-    filtered = random & ((top_k > 0) | (top_p < 1))
-    if random.all():
-        token_ids = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
-        chosen = torch.empty(len(scores), device=scores.device)
-    else:
-        token_ids = ops.argmax_rows(scores)
-        chosen = of_tokens(scores, token_ids)
-    # Filtering sorts the vocabulary, so rows without a filter are treated apart.
-    for is_filtered in (False, True):
-        rows = np.flatnonzero(random & (filtered == is_filtered))
-        if len(rows) == 0:
-            continue
-        index = uploads.bring(rows)
-        heat = uploads.bring(temperature[rows, None])
-        # Usually all rows are of one kind. Copying them would take as long as the softmax.
-        of_rows = scores if len(rows) == len(scores) else scores[index]
-        probabilities = torch.softmax(of_rows / heat, dim=-1)
-        if is_filtered:
-            inverted = _invert_filtered(
-                probabilities, uniform[rows], top_k[rows], top_p[rows], min_p[rows], uploads
-            )
-        else:
-            _drop_unlikely(probabilities, min_p[rows], uploads)
-            inverted = _invert(probabilities, uploads.bring(uniform[rows]))
-        token_ids[index] = inverted
-        chosen[index] = of_tokens(probabilities, inverted)
-    return token_ids, chosen
-
-
-def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The index where the cumulative distribution passes ``uniform``. Rows [R, n] need not sum to
-    1."""
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    threshold = (uniform * cumulative[:, -1])[:, None]
-    index = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
-    return index.clamp_(max=probabilities.shape[-1] - 1)
-
-
-def _drop_unlikely(probabilities: Tensor, min_p: Array, uploads: Uploads) -> None:
-    """Set what is below ``min_p`` [R] times the largest of its row to 0, in place."""
-    if min_p.any():
-        least = uploads.bring(min_p[:, None]) * probabilities.amax(dim=-1, keepdim=True)
-        probabilities.masked_fill_(probabilities < least, 0.0)
-
-
-def _invert_filtered(
-    probabilities: Tensor,
-    uniform: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    uploads: Uploads,
-) -> Tensor:
-    vocab = probabilities.shape[-1]
-    if (top_k > 0).all():
-        # Sorting the vocabulary takes milliseconds. With a top_k the few largest are enough.
-        ids = _largest(probabilities, min(vocab, int(top_k.max())))
-        ordered = probabilities.gather(1, ids)
-    else:
-        ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
-    limit = uploads.bring(np.where(top_k > 0, top_k, vocab)[:, None])
-    kept = ordered.masked_fill(rank >= limit, 0.0)
-    _drop_unlikely(kept, min_p, uploads)
-    # top_p applies to what top_k and min_p have kept. A token stays if those above it have not
-    # reached top_p.
-    cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
-    before = cumulative - kept
-    share = uploads.bring(top_p[:, None]) * cumulative[:, -1:]
-    # The first always stays, because a tiny top_p may be rounded to 0.
-    kept = kept.masked_fill((before >= share) & (rank > 0), 0.0)
-    return ids.gather(1, _invert(kept, uploads.bring(uniform))[:, None])[:, 0]
-
-
-def _largest(probabilities: Tensor, count: int) -> Tensor:
-    """The places of each row's largest, int64 [R, count], in the order of a stable sort.
-
-    Among equal values ``topk`` takes any, depending on the count, and so on the other rows' top_k.
-    So the keys sorted here are all different: the value's bits, which order non-negative floats
-    correctly, followed by the place.
-    """
-    places = torch.arange(probabilities.shape[-1], device=probabilities.device)
-    keys = _scratch.take(probabilities.shape) if probabilities.device.type == "cpu" else None
-    keys = torch.add(-places, probabilities.view(torch.int32), alpha=2**32, out=keys)
-    return torch.topk(keys, count, dim=-1, sorted=True)[1]
-
-
-class _Scratch(threading.local):
-    """Memory that is kept from step to step. On a CPU, allocating some megabytes anew takes longer
-    than the work on them."""
-
-    memory = torch.empty(0, dtype=torch.int64)
-
-    def take(self, shape: torch.Size) -> Tensor:
-        """int64, uninitialised; valid until the next call."""
-        count = shape.numel()
-        if count > len(self.memory):
-            with torch.inference_mode(False):  # so that any mode may write it
-                self.memory = torch.empty(count, dtype=torch.int64)
-        return self.memory[:count].view(shape)
-
-
-_scratch = _Scratch()
+        return _with_logprobs(token_ids, answers, logits, num_logprobs, uploads)
+    return SampledTokens(token_ids, answers, uploads=uploads)
 
 
 def _mask(scores: Tensor, sampling: Sampling, uploads: Uploads) -> None:
@@ -326,11 +209,11 @@ def _joined(token_ids: Sequence[bytes], offsets: Array) -> Array:
 
 
 def _with_logprobs(
-    token_ids: Tensor, chosen: Tensor, raw: Tensor, num_logprobs: Array, uploads: Uploads
+    token_ids: Tensor, answers: Tensor, logits: Tensor, num_logprobs: Array, uploads: Uploads
 ) -> SampledTokens:
     rows = np.flatnonzero(num_logprobs >= 0)
     index = uploads.bring(rows)
-    logprobs = torch.log_softmax(raw[index], dim=-1)
+    logprobs = torch.log_softmax(logits[index].float(), dim=-1)
     own = of_tokens(logprobs, token_ids[index])
     wanted = num_logprobs[rows]
     # Group the rows that want equally many.
@@ -339,7 +222,7 @@ def _with_logprobs(
     for group in groups:
         values, ids = torch.topk(logprobs[uploads.bring(group)], int(wanted[group[0]]))
         results += [ids.int(), values]
-    return SampledTokens(token_ids, chosen, rows, results, groups, uploads)
+    return SampledTokens(token_ids, answers, rows, results, groups, uploads)
 
 
 def start_copy(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -90,6 +90,10 @@ def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:
     x, y = (machine.read(operand, i.type) for operand in i.operands[1:3])
     if i.parts[1] == "lo":
         product = x * y
+    elif i.parts[1:] == ("hi", "u64"):
+        # numpy has no wider type.
+        words = [int(a) * int(b) >> 64 for a, b in zip(x, y, strict=True)]
+        product = np.array(words, np.uint64)
     else:
         wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
         product = x.astype(wide) * y.astype(wide)
@@ -109,9 +113,17 @@ def _fused(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _divide(machine: Machine, i: Instruction, mask: Mask) -> None:
+    if i.type == "s64":
+        _elementwise(_divided_toward_zero, machine, i, mask)
+        return
     if i.parts[1] not in ("full", "rn"):
         raise UnknownCode(i.text)
     _elementwise(np.divide if i.parts[1] == "rn" else _divided_about, machine, i, mask)
+
+
+def _divided_toward_zero(x: Array, y: Array) -> Array:
+    quotient = np.abs(x) // np.abs(np.where(y == 0, 1, y))
+    return np.where((x < 0) != (y < 0), -quotient, quotient)
 
 
 def _divided_about(x: Array, y: Array) -> Array:
@@ -142,6 +154,12 @@ def _bit_field(machine: Machine, i: Instruction, mask: Mask) -> None:
     if i.type.startswith("s"):
         field -= (field >> (length - 1)) << length
     machine.write(i.operands[0], field.astype(TYPES[i.type]), mask)
+
+
+def _count_bits(machine: Machine, i: Instruction, mask: Mask) -> None:
+    words = np.ascontiguousarray(machine.read(i.operands[1], i.type))
+    bits = np.unpackbits(words.view(np.uint8)).reshape(machine.threads, -1)
+    machine.write(i.operands[0], bits.sum(axis=1, dtype=np.uint32), mask)
 
 
 def _permute(machine: Machine, i: Instruction, mask: Mask) -> None:
@@ -221,6 +239,7 @@ ARITHMETIC = {
     "shl": _shift,
     "shr": _shift,
     "bfe": _bit_field,
+    "popc": _count_bits,
     "prmt": _permute,
     "mov": _move,
     "selp": _select,

@@ -122,15 +122,18 @@ def _shuffle(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.write(i.operands[0], np.take_along_axis(values, source, axis=1).ravel(), mask)
 
 
-def _sum_of_warp(machine: Machine, i: Instruction, mask: Mask) -> None:
+_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def _reduce_warp(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.whole_warps(mask)
-    if i.parts[1:] != ("sync", "add", "s32"):
+    if i.parts[1] != "sync" or i.parts[2] not in _REDUCTIONS or i.type not in ("s32", "u32"):
         raise UnknownCode(i.text)
     if (machine.read(i.operands[2], "b32") != 0xFFFFFFFF).any():
-        raise MachineError("a sum of some threads of a warp")
-    values = machine.read(i.operands[1], "u32").reshape(-1, WARP)
-    sums = values.sum(axis=1, dtype=np.uint32, keepdims=True)
-    machine.write(i.operands[0], np.broadcast_to(sums, values.shape).ravel(), mask)
+        raise MachineError("a result of some threads of a warp")
+    values = machine.read(i.operands[1], i.type).reshape(-1, WARP)
+    results = _REDUCTIONS[i.parts[2]].reduce(values, axis=1, dtype=values.dtype, keepdims=True)
+    machine.write(i.operands[0], np.broadcast_to(results, values.shape).ravel(), mask)
 
 
 def _nothing(machine: Machine, i: Instruction, mask: Mask) -> None:
@@ -144,6 +147,6 @@ DATA_MOVEMENT = {
     "atom": _atomic,
     "bar": _barrier,
     "shfl": _shuffle,
-    "redux": _sum_of_warp,
+    "redux": _reduce_warp,
     "fence": _nothing,
 }

@@ -247,14 +247,18 @@ def _describe(kernels: Sequence[Any], architecture: int) -> list[dict[str, Any]]
 
 
 def _disassemble(codes: Sequence[bytes], architecture: int, file: Path) -> list[str]:
-    """The instructions of each kernel's code. One file holds all kernels, as the disassembler takes
-    half a second to start."""
-    file.write_bytes(b"".join(codes))
+    """Each kernel's instructions, one a line: address and control bits, in base 16, and the text.
+    One file holds all kernels, as the disassembler takes half a second to start."""
+    code = b"".join(codes)
+    file.write_bytes(code)
     lines = _run("nvdisasm", "--binary", {80: "SM80", 90: "SM90a"}[architecture], file)
     ends = list(accumulate(map(len, codes)))
     found = [""] * len(codes)
-    for address, line in re.findall(r"(?=/\*([0-9a-f]+)\*/)(.*\n)", lines):
-        found[bisect_right(ends, int(address, 16))] += line
+    for written, text in re.findall(r"/\*([0-9a-f]+)\*/\s+(.*?);", lines):
+        address = int(written, 16)
+        # Bits 105 to 125 of an instruction: see `machine_code.Instruction`.
+        control = int.from_bytes(code[address + 8 : address + 16], "little") >> 41 & 0x1FFFFF
+        found[bisect_right(ends, address)] += f"{address:x} {control:x} {text}\n"
     return found
 
 

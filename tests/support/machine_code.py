@@ -20,9 +20,10 @@ Practices Guide, for compute capability 8.0 and 9.0. These are assumptions of ou
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 SCHEDULERS = 4
 LANES = {
@@ -44,7 +45,7 @@ _PIPES = {
     "alu": "LOP3 LOP SHF SHL SHR IADD3 IADD VIADD VIADDMNMX VIMNMX IMNMX LEA ISETP SEL FSEL FMNMX "
     "FSET FSETP FCHK PRMT MOV I2FP F2FP PLOP3 SGXT BMSK IABS VABSDIFF P2R R2P CS2R IDP LOP32I",
     "special": "MUFU I2F F2I F2F I2I FRND POPC FLO BREV R2UR S2R",
-    "memory": "LDS STS LDSM STSM LDGSTS LDG STG LDL STL LD ST ATOM ATOMS ATOMG RED SHFL REDUX LDC "
+    "lsu": "LDS STS LDSM STSM LDGSTS LDG STG LDL STL LD ST ATOM ATOMS ATOMG RED SHFL REDUX LDC "
     "UTMALDG",
     "tensor": "HMMA HGMMA QGMMA IGMMA IMMA",
 }
@@ -61,6 +62,10 @@ class Instruction:
     """With its modifiers: "LDGSTS.E.BYPASS.128"."""
     target: int | None
     """Where a branch or a call goes."""
+    control: int
+    """What the compiler tells the scheduler: 4 bits with the cycles until the warp's next
+    instruction, 1 bit that does not matter here, twice 3 bits with the barrier that the result or
+    the reading of the operands sets (7: none), and 6 bits with the barriers that must be free."""
 
     @property
     def operation(self) -> str:
@@ -82,7 +87,7 @@ class Loop:
 class Costs:
     """What a program costs.
 
-    cycles: of a multiprocessor, by pipe; "issue" is that of the schedulers.
+    cycles: of a multiprocessor, by pipe, the schedulers among them.
     global_bytes: that its loads, copies and stores of global memory move, from caches as well, and
         those of lanes that a mask switches off.
     """
@@ -109,7 +114,7 @@ class Costs:
 def executed(code: str) -> tuple[Instruction, ...]:
     """The instructions of a kernel, without functions that it may call and without the branches
     around such calls."""
-    found = [_instruction(address, text) for address, text in _lines(code)]
+    found = [_instruction(line) for line in code.splitlines()]
     # The kernel itself ends with a branch to itself. Behind it are functions, and padding.
     end = min(
         (one.address for one in found if one.operation == "BRA" and one.target == one.address),
@@ -153,6 +158,21 @@ def costs(code: str, architecture: int, num_warps: int, trips: Sequence[float]) 
     Raises:
         ValueError: the code has another number of loops.
     """
+    cycles: dict[str, float] = {"schedulers": 0.0}
+    global_bytes = 0.0
+    for part, runs in parts(code, trips):
+        times = num_warps * runs
+        for one in part:
+            for pipe, number in pipe_cycles(one.name, architecture):
+                cycles[pipe] = cycles.get(pipe, 0.0) + number * times
+            if one.operation in _GLOBAL:
+                global_bytes += 32 * _width(one.name) * times
+    return Costs(cycles, global_bytes)
+
+
+def parts(code: str, trips: Sequence[float]) -> list[tuple[list[Instruction], float]]:
+    """The instructions outside of loops, and those of each loop without the loops in it; and how
+    often they run. Arguments and errors as of `costs`."""
     found = loops(code)
     if len(found) != len(trips):
         lengths = [sum(loop.has(one.address) for one in executed(code)) for loop in found]
@@ -160,39 +180,32 @@ def costs(code: str, architecture: int, num_warps: int, trips: Sequence[float]) 
             f"the code has {len(found)} loops, of {lengths} instructions; the case says how often "
             f"{len(trips)} run: {list(trips)}"
         )
-    cycles: dict[str, float] = {"issue": 0.0}
-    global_bytes = 0.0
+    by_loops: dict[tuple[int, ...], list[Instruction]] = {}
     for one in executed(code):
-        times = float(num_warps)
-        for loop, runs in zip(found, trips, strict=True):
-            if loop.has(one.address):
-                times *= runs
-        for pipe, number in _cycles(one.name, architecture):
-            cycles[pipe] = cycles.get(pipe, 0.0) + number * times
-        if one.operation in _GLOBAL:
-            global_bytes += 32 * _width(one.name) * times
-    return Costs(cycles, global_bytes)
+        around = tuple(n for n, loop in enumerate(found) if loop.has(one.address))
+        by_loops.setdefault(around, []).append(one)
+    return [(part, prod(trips[n] for n in around)) for around, part in by_loops.items()]
 
 
 @cache
-def _cycles(name: str, architecture: int) -> list[tuple[str, float]]:
+def pipe_cycles(name: str, architecture: int) -> list[tuple[str, float]]:
     """Cycles of a multiprocessor's pipes for one instruction of one warp."""
     operation = name.partition(".")[0]
     lanes = LANES[architecture]
-    taken = [("issue", 1 / SCHEDULERS)]
+    taken = [("schedulers", 1 / SCHEDULERS)]
     pipe = _PIPE_OF.get(operation)
     if pipe in lanes:
         taken.append((pipe, 32 / lanes[pipe]))
     if pipe == "imad":
         taken.append(("fp32", 32 / lanes["fp32"]))
-    if pipe == "memory":
-        taken.append((pipe, _memory_cycles(operation, name)))
+    if pipe == "lsu":
+        taken.append((pipe, _lsu_cycles(operation, name)))
     if pipe == "tensor":
         taken.append((pipe, _tensor_cycles(operation, name, architecture)))
     return taken
 
 
-def _memory_cycles(operation: str, name: str) -> float:
+def _lsu_cycles(operation: str, name: str) -> float:
     if operation in ("LDSM", "STSM"):  # matrices of 8 rows of 16 bytes
         return max([int(part) for part in name.split(".") if part in ("2", "4")], default=1)
     return max(1.0, 32 * _width(name) / SHARED_BYTES_A_CYCLE)
@@ -216,15 +229,12 @@ def _tensor_cycles(operation: str, name: str, architecture: int) -> float:
     return rows * columns * inner * bytes_of_inner / 2 / PRODUCTS[architecture] / share
 
 
-def _lines(code: str) -> Iterator[tuple[int, str]]:
-    for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code):
-        yield int(address, 16), text
-
-
-def _instruction(address: int, text: str) -> Instruction:
-    words = text.split()
+def _instruction(line: str) -> Instruction:
+    address, control, *words = line.split()
     if words[0].startswith("@"):
         words = words[1:]
     goes = words[0].startswith(("BRA", "CALL"))
-    target = re.search(r"0x([0-9a-f]+)", text) if goes else None
-    return Instruction(address, words[0], int(target[1], 16) if target else None)
+    target = re.search(r"0x([0-9a-f]+)", line) if goes else None
+    return Instruction(
+        int(address, 16), words[0], int(target[1], 16) if target else None, int(control, 16)
+    )

@@ -17,8 +17,8 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Step, StepResult
-from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.graph_sizes import GraphSize, decode_sizes
+from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.staging import Staging
 from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs

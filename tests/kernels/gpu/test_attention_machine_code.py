@@ -127,7 +127,7 @@ def test_decode_that_writes_tokens(architecture: int, int8: bool) -> None:
     (attend,) = compiled("decode", architecture)[str(writing_launch(architecture, int8))]
     parameters = launch_parameters.decode(128, 2, 1, divmod(architecture, 10), int8=int8)
     check_no_spills(attend, architecture)
-    resident = resident_programs(attend, architecture)
+    resident = attend.resident_programs
     assert resident >= min(parameters.programs_per_multiprocessor, 5), attend
     assert attend.copies_ahead >= COPIES_OF_A_TILE + (2 if int8 else 0), attend
 

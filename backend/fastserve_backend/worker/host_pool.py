@@ -22,8 +22,8 @@ from fastserve_backend.worker.host_limits import host_memory, num_cores
 
 _GIB = 2**30
 _HUGE_PAGE = 2 * 2**20
-# A thread touches and registers so much at a time. The driver registers one piece at a time, and
-# meanwhile the other threads touch theirs. Touching takes longer.
+# A thread touches and registers so much at a time. The driver has a lock that may let one piece be
+# registered at a time. Then the other threads still touch theirs meanwhile.
 _PIECE_BYTES = 512 * 2**20
 # More threads than this compete for memory bandwidth and for locks of the kernel.
 _MOST_THREADS = 8
@@ -85,8 +85,8 @@ class _Registered:
             CudaError: CUDA refuses.
         """
         torch.cuda.set_device(self._device)  # a new thread starts with GPU 0
-        # NumPy lets other threads run meanwhile. Registering would create the pages, too, but only
-        # those of one piece at a time.
+        # NumPy lets other threads run meanwhile. Registering would create the pages, too, but
+        # perhaps under the driver's lock.
         piece.view(-1).numpy()[:: mmap.PAGESIZE] = 0
         runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))

@@ -378,8 +378,8 @@ class _Graph:
         self.commands: _Commands = []
 
     def replay(self) -> None:
-        assert self.commands, "neither captured nor reset"
         _thread.replays = True
+        assert self.commands, "neither captured nor reset"
         for operation, results in self.commands:
             for old, new in zip(results, _tensors(operation()), strict=True):
                 if old is not None:

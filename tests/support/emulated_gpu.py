@@ -382,8 +382,8 @@ class _Graph:
 
     def replay(self) -> None:
         assert self.commands, "neither captured nor reset"
-        _thread.replays = True
         self._gpu.num_replays += 1
+        _thread.replays = True
         for operation, results in self.commands:
             for old, new in zip(results, _tensors(operation()), strict=True):
                 if old is not None:

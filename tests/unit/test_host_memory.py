@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.worker.host_limits import check_weights_fit, host_memory
+from fastserve_backend.worker.host_limits import (
+    check_swap_space,
+    check_weights_fit,
+    host_memory,
+)
 
 MIB = 2**20
 
@@ -66,3 +73,31 @@ def test_weights_beyond_a_containers_limit_are_refused(
     )
     with pytest.raises(ConfigError, match=r"where 0\.3 GiB of memory are free \(within"):
         check_weights_fit(config, num_ranks=1, num_local_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "refused"),
+    [("cuda", 0.07, False), ("cuda", 0.09, True), ("cpu", 0.09, False)],
+)
+def test_kv_blocks_on_the_host_take_no_more_than_what_is_left(
+    device: str,
+    gib: float,
+    refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A GPU's are pinned at once. A CPU's are taken as they are used, so there is a warning."""
+    caplog.set_level(logging.INFO)
+    container(tmp_path, limit=str(150 * MIB))
+    monkeypatch.setattr(
+        "fastserve_backend.worker.host_limits.host_memory", lambda: host_memory(tmp_path)
+    )
+    left = r"0\.1 of the 0\.1 GiB of the host or its container are left"
+    if refused:
+        with pytest.raises(ConfigError, match=rf"swap_space_gib: got 0\.09; {left}, .* lower it"):
+            check_swap_space(gib, torch.device(device), num_local_ranks=1)
+        return
+    check_swap_space(gib, torch.device(device), num_local_ranks=1)
+    assert re.search(rf"{left}; KV blocks take {gib} GiB a rank", caplog.text)
+    assert ("it may kill a rank that fills its blocks" in caplog.text) == (device == "cpu")

@@ -81,7 +81,7 @@ def test_pinned_memory_is_private_in_huge_pages_and_not_for_children(
     assert "sh" not in flags.split()
     assert huge_page_bytes(address, 16 * MIB) >= 14 * MIB
     assert "0.0 GiB of host memory for KV blocks pinned in" in caplog.text
-    assert "of the machine's memory are left" in caplog.text
+    assert "GiB of the host or its container are left" in caplog.text
     assert "small pages" not in caplog.text
     pool.close()
 
@@ -90,8 +90,16 @@ def test_memory_for_a_cpu_is_taken_as_it_is_used(caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.INFO)
     pool = HostPool(64, MIB, CPU)
     assert huge_page_bytes(pool.blocks.data_ptr(), 64 * MIB) == 0
-    assert "to be taken as blocks are used" in caplog.text
+    assert "pinned" not in caplog.text
     pool.close()
+
+
+def test_small_pages_are_reported(
+    gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # the kernel refuses it
+    HostPool(16, MIB, DEVICE).close()
+    assert "small pages, which take longer to pin; before the next start write" in caplog.text
 
 
 def test_memory_is_unmapped_once_with_its_last_user(gpu: EmulatedGPU) -> None:
@@ -112,7 +120,7 @@ def test_a_refused_piece_undoes_the_others(gpu: EmulatedGPU) -> None:
     with pytest.raises(
         ConfigError,
         match=r"kv_cache\.swap_space_gib: 0\.0 GiB of host memory could not be pinned \(emulated "
-        r"\(2\)\), when [\d.]+ GiB of the machine's memory were left; lower it, or .*ulimit -l",
+        r"\(2\)\), when [\d.]+ GiB of the host or its container were left; lower it, or .*ulimit",
     ):
         HostPool(18, MIB, DEVICE)
     assert not gpu.registered

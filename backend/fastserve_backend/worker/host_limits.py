@@ -118,7 +118,7 @@ def check_swap_space(
             f"kv_cache.swap_space_gib: got {swap_space_gib:g}; {state}, for KV blocks at most "
             f"{limit / 2**30:.1f} GiB{' a rank' if num_local_ranks > 1 else ''}, lower it"
         )
-    _log.info("%s; each of its %d ranks takes %g for KV", state, num_local_ranks, swap_space_gib)
+    _log.info("%s; KV blocks take %g GiB a rank", state, swap_space_gib)
     if wanted * num_local_ranks > memory.available:
         _log.warning(
             "kv_cache.swap_space_gib: got %g, which the host does not have while others use its "

@@ -22,8 +22,8 @@ from fastserve_backend.worker.host_limits import host_memory, num_cores
 
 _GIB = 2**30
 _HUGE_PAGE = 2 * 2**20
-# A thread touches and registers so much at a time. The driver registers one piece at a time, and
-# meanwhile the other threads touch theirs. Touching takes longer.
+# A thread touches and registers so much at a time. The driver has a lock that may let one piece be
+# registered at a time. Then the other threads still touch theirs meanwhile.
 _PIECE_BYTES = 512 * 2**20
 # More threads than this compete for memory bandwidth and for locks of the kernel.
 _MOST_THREADS = 8
@@ -60,11 +60,10 @@ class HostPool:
         registered = _Registered(device)
         if device.type == "cuda" and num_bytes > 0:
             _pin(torch.split(self.blocks, self.blocks_per_piece), registered)
+            _log_pinned(memory, time.perf_counter() - started)
         self._unpin = weakref.finalize(self, registered.release)
         # Other threads may still copy when the process ends, which unpins, too.
         self._unpin.atexit = False
-        if num_bytes > 0:
-            _log_mapped(memory, time.perf_counter() - started, device)
 
     def close(self) -> None:
         """Unpin the memory. No copy may be under way or follow. Calls after the first do nothing,
@@ -86,8 +85,8 @@ class _Registered:
             CudaError: CUDA refuses.
         """
         torch.cuda.set_device(self._device)  # a new thread starts with GPU 0
-        # NumPy lets other threads run meanwhile. Registering would create the pages, too, but only
-        # those of one piece at a time.
+        # NumPy lets other threads run meanwhile. Registering would create the pages, too, but
+        # perhaps under the driver's lock.
         piece.view(-1).numpy()[:: mmap.PAGESIZE] = 0
         runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
@@ -143,24 +142,26 @@ def _pin(pieces: Sequence[Tensor], registered: _Registered) -> None:
         raise reason
     raise ConfigError(
         f"kv_cache.swap_space_gib: {wanted / _GIB:.1f} GiB of host memory could not be pinned "
-        f"({reason}), when {available / _GIB:.1f} GiB of the machine's memory were left; lower it, "
-        f"or raise the limits of the machine or its container "
+        f"({reason}), when {available / _GIB:.1f} GiB of the host or its container were left; "
+        "lower it, or raise the limits of the machine or its container "
         f"(ulimit -l: {_limit(resource.RLIMIT_MEMLOCK)})"
     )
 
 
-def _log_mapped(memory: Tensor, seconds: float, device: torch.device) -> None:
-    size = f"{memory.numel() / _GIB:.1f} GiB of host memory for KV blocks"
-    left = f"{host_memory().available / _GIB:.1f} GiB of the machine's memory are left"
-    if device.type != "cuda":
-        _log.info("%s, to be taken as blocks are used; %s", size, left)
-        return
+def _log_pinned(memory: Tensor, seconds: float) -> None:
     huge = huge_page_bytes(memory.data_ptr(), memory.numel())
-    _log.info("%s pinned in %.1f s, %.1f GiB in huge pages; %s", size, seconds, huge / _GIB, left)
+    _log.info(
+        "%.1f GiB of host memory for KV blocks pinned in %.1f s, %.1f GiB in huge pages; "
+        "%.1f GiB of the host or its container are left",
+        memory.numel() / _GIB,
+        seconds,
+        huge / _GIB,
+        host_memory().available / _GIB,
+    )
     if huge < memory.numel() // 2 and memory.numel() >= 2 * _HUGE_PAGE:
         _log.warning(
-            "most host memory for KV blocks is in small pages, which take longer to pin; for the "
-            "next start write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
+            "most host memory for KV blocks is in small pages, which take longer to pin; before "
+            "the next start write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
         )
 
 

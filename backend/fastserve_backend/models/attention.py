@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastserve_kernels import ops
+from fastserve_kernels.gpu.work_lists import prefill_capacity
 from fastserve_kernels.ops import AttentionRule
 from torch import Tensor
 
@@ -164,26 +165,44 @@ class WorkListBatch(GroupBatch):
     prefill_work: Tensor
     decode_scratch: Tensor
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there may be rows of prompts. If not, all rows decode or are padding."""
+        return prefill_capacity(self.prefill_work.numel()) > 0
+
     def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
+        out = ops.empty(query.shape, query)
+        self._decode(query, kv, layer, rule, out)
+        if self.has_prompts:
+            self._prefill(query, kv, layer, rule, out)
+        return out
+
+    def _decode(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
+        """Fill the first R rows of `out`, with zeros where a row does not decode."""
         from fastserve_kernels.gpu.paged_decode import paged_decode
+
+        rows = len(self.decode_contexts)
+        paged_decode(
+            query[:rows],
+            kv,
+            layer,
+            self.block_tables,
+            self.table_starts,
+            self.decode_contexts,
+            self.decode_work,
+            rule,
+            out[:rows],
+            self.decode_scratch,
+        )
+
+    def _prefill(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
+        """Fill the rows of prompts. They may be among the first R, so decodes come first."""
         from fastserve_kernels.gpu.paged_prefill import paged_prefill
 
-        out = ops.empty(query.shape, query)
-        rows = len(self.decode_contexts)
-        if rows:
-            paged_decode(
-                query[:rows],
-                kv,
-                layer,
-                self.block_tables,
-                self.table_starts,
-                self.decode_contexts,
-                self.decode_work,
-                rule,
-                out[:rows],
-                self.decode_scratch,
-            )
-        # Among those rows may be rows of prompts. They are zeros until now.
         paged_prefill(
             query,
             kv,
@@ -196,4 +215,3 @@ class WorkListBatch(GroupBatch):
             rule,
             out,
         )
-        return out

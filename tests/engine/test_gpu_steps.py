@@ -212,7 +212,7 @@ def test_tokens_are_those_of_the_cpu_kernels(
 
 @pytest.mark.usefixtures("gpu_kernels")
 @pytest.mark.parametrize("name", ["opt", "qwen, mixture of experts"])
-@pytest.mark.parametrize("size", [GraphSize(5, 5), GraphSize(12, 4, num_tiles=3)])
+@pytest.mark.parametrize("size", [GraphSize(5, 5), GraphSize(12, 4, num_prompts=3)])
 def test_padding_changes_nothing(
     name: str, size: GraphSize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,8 +223,8 @@ def test_padding_changes_nothing(
     cache[:4] = torch.randn(cache[:4].shape)
     monkeypatch.setattr(attention.ops, "empty", lambda shape, like: like.new_full(shape, torch.nan))
     inputs = WorkListInputs(cache, config, LIMITS)
-    jobs = [(9, [7 + job], [job]) for job in range(3 if size.num_tiles == 0 else 2)]
-    if size.num_tiles:
+    jobs = [(9, [7 + job], [job]) for job in range(3 if size.num_prompts == 0 else 2)]
+    if size.num_prompts:
         jobs += [(0, [3, 4, 5, 6, 7], [2]), (9, [8, 9], [3])]
     layout = StepLayout.of(Step.of(0, jobs), BLOCK_SIZE)
     results = []
@@ -244,7 +244,7 @@ def test_padding_changes_nothing(
 @pytest.mark.usefixtures("gpu_kernels")
 def test_padded_steps_with_prompts_have_the_same_addresses(tmp_path: Path) -> None:
     inputs = work_list_inputs(tmp_path)
-    size = GraphSize(30, 4, num_tiles=3)
+    size = GraphSize(30, 4, num_prompts=3)
     one = Step.of(0, [(9, [7], [0]), (20, [8], [1, 2]), (3, [4, 5, 6], [3])])
     other = Step.of(0, [(0, list(range(28)), [4, 5]), (0, [9], [6])], num_partial=1)
     addresses = []
@@ -274,8 +274,8 @@ def test_a_step_is_padded_to_the_smallest_size_with_room(tmp_path: Path) -> None
         jobs = [(0, list(range(count)), range(20)) for count in tokens]
         return inputs.prepare(Step.of(0, jobs), 0).size
 
-    assert size_for(5) == size_for(5, 1, 58) == GraphSize(64, 5, 2 + 5)
-    assert size_for(65) == GraphSize(128, 5, 4 + 5)
+    assert size_for(5) == size_for(5, 1, 58) == GraphSize(64, 5, num_prompts=5)
+    assert size_for(65) == GraphSize(128, 5, num_prompts=5)
     assert size_for(289) is None
     assert size_for(*6 * [2]) is None  # more jobs than decodes have room for
 
@@ -290,12 +290,12 @@ def test_graphs_serve_as_many_tokens_as_the_host_would_delay() -> None:
         (315e6, 0.56, 128),  # the same in 4 bits
     ]:
         assert most_host_bound_tokens(int(layer), element_bytes) == tokens
-    sizes = mixed_sizes(2048, 256, 128)
+    sizes = mixed_sizes(2048, 256)
     assert [size.num_tokens for size in sizes] == sorted({size.num_tokens for size in sizes})
-    assert (sizes[0], sizes[-1]) == (GraphSize(64, 64, 10), GraphSize(2048, 256, 88))
+    assert (sizes[0], sizes[-1]) == (GraphSize(64, 64, 10), GraphSize(2048, 256, 72))
     for smaller, larger in pairwise(sizes[7:]):
         assert larger.num_tokens <= 1.25 * smaller.num_tokens
-    assert mixed_sizes(0, 256, 128) == []
+    assert mixed_sizes(0, 256) == []
 
 
 @pytest.mark.usefixtures("gpu_kernels")

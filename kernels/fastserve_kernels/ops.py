@@ -11,7 +11,7 @@ Shapes and dtypes are the caller's contract; calls do not check them.
 
 Attention here is for a CPU. A GPU's is `gpu.paged_decode` and `gpu.paged_prefill`. They take work
 lists that the host has made (`gpu.work_lists`) and never wait for the device. A CUDA graph can
-capture the first.
+capture both.
 
 KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, width]. Dimension 2 is
 (K, V), and slot = block_id * block_size + offset. It has the model's dtype, or int8 as `int8_cache`

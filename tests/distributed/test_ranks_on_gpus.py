@@ -21,7 +21,7 @@ LIMITS = {
     "device_blocks": NUM_BLOCKS,
     "swap_space_gib": 0.001,
     "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
+    "max_num_batched_tokens": 52,
     "max_model_len": 48,
 }
 

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,15 @@ import pytest
 import torch
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.partition import RankPlace
+from fastserve_backend.models import attention
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Step, StepResult
-from fastserve_backend.worker.graph_sizes import GraphSize, decode_sizes
+from fastserve_backend.worker.graph_sizes import (
+    GraphSize,
+    decode_sizes,
+    mixed_sizes,
+    most_host_bound_tokens,
+)
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.staging import Staging
@@ -205,22 +211,91 @@ def test_tokens_are_those_of_the_cpu_kernels(
 
 
 @pytest.mark.usefixtures("gpu_kernels")
-def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS["opt"])
+@pytest.mark.parametrize("name", ["opt", "qwen, mixture of experts"])
+@pytest.mark.parametrize("size", [GraphSize(5, 5), GraphSize(12, 4, num_prompts=3)])
+def test_padding_changes_nothing(
+    name: str, size: GraphSize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes alone, and beside a whole prompt and a chunk. Rows of no job are NaN from attention
+    on, if attention does not write them."""
+    config = model_config(tmp_path, MODELS[name])
     model, cache = load_model(config, CPU), empty_cache(config)
-    cache[:3] = torch.randn(cache[:3].shape)
+    cache[:4] = torch.randn(cache[:4].shape)
+    monkeypatch.setattr(attention.ops, "empty", lambda shape, like: like.new_full(shape, torch.nan))
     inputs = WorkListInputs(cache, config, LIMITS)
-    step = Step.of(0, [(9, [7 + job], [job]) for job in range(3)])
-    layout = StepLayout.of(step, BLOCK_SIZE)
+    jobs = [(9, [7 + job], [job]) for job in range(3 if size.num_prompts == 0 else 2)]
+    if size.num_prompts:
+        jobs += [(0, [3, 4, 5, 6, 7], [2]), (9, [8, 9], [3])]
+    layout = StepLayout.of(Step.of(0, jobs), BLOCK_SIZE)
     results = []
-    for bring in (inputs.bring, lambda layout: inputs.bring_padded(layout, GraphSize(5, 5))):
+    for bring in (inputs.bring, lambda layout: inputs.bring_padded(layout, size)):
         tensors = bring(layout)
         hidden = model.forward(
             tensors.token_ids, tensors.positions, tensors.batch, cache.clone(), None
         )
-        results.append(hidden[:3].clone())
-        assert torch.isfinite(hidden).all()
+        assert hidden is not None
+        results.append(hidden[: layout.num_tokens].clone())
+        assert torch.isfinite(results[-1]).all()
+        assert tensors.sampled.tolist() == layout.sampled.tolist()
+    assert len(hidden) == size.num_tokens
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+def test_padded_steps_with_prompts_have_the_same_addresses(tmp_path: Path) -> None:
+    inputs = work_list_inputs(tmp_path)
+    size = GraphSize(30, 4, num_prompts=3)
+    one = Step.of(0, [(9, [7], [0]), (20, [8], [1, 2]), (3, [4, 5, 6], [3])])
+    other = Step.of(0, [(0, list(range(28)), [4, 5]), (0, [9], [6])], num_partial=1)
+    addresses = []
+    for step in (other, one):
+        tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), size)
+        named = [tensors.token_ids, tensors.positions, *vars(tensors.batch.groups[0]).values()]
+        addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in named])
+    assert addresses[0] == addresses[1]
+    batch: Any = tensors.batch.groups[0]
+    assert tensors.token_ids.tolist() == [7, 8, 4, 5, 6] + 25 * [0]
+    assert batch.slots.tolist() == [9, 2 * BLOCK_SIZE + 4, *(3 * 16 + 3 + n for n in range(3))] + (
+        25 * [-1]
+    )
+    assert batch.decode_contexts.tolist() == [10, 21, 0, 0]
+    assert batch.context_lens.tolist() == [10, 21, 6, 0]
+    assert batch.query_starts.tolist() == [0, 1, 2, 5, 5]
+    assert batch.prefill_work.tolist() == [1, 2, 0, 0, 0, 0, 0]
+    assert tensors.sampled.tolist() == [0, 1, 4]
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+def test_a_step_is_padded_to_the_smallest_size_with_room(tmp_path: Path) -> None:
+    inputs = work_list_inputs(tmp_path)
+    assert [size.num_tokens for size in inputs.sizes] == [1, 2, 3, 4, 5, 64, 128, 192, 256, 288]
+
+    def size_for(*tokens: int) -> GraphSize | None:
+        jobs = [(0, list(range(count)), range(20)) for count in tokens]
+        return inputs.prepare(Step.of(0, jobs), 0).size
+
+    assert size_for(5) == size_for(5, 1, 58) == GraphSize(64, 5, num_prompts=5)
+    assert size_for(65) == GraphSize(128, 5, num_prompts=5)
+    assert size_for(289) is None
+    assert size_for(*6 * [2]) is None  # more jobs than decodes have room for
+
+
+def test_graphs_serve_as_many_tokens_as_the_host_would_delay() -> None:
+    """Published sizes: elements of a layer, bytes of each, and the most tokens."""
+    for layer, element_bytes, tokens in [
+        (7e6, 2, 2048),  # OPT-125M
+        (50e6, 2, 896),  # OPT-1.3B
+        (201e6, 2, 192),  # OPT-6.7B
+        (315e6, 2, 0),  # OPT-13B
+        (315e6, 0.56, 128),  # the same in 4 bits
+    ]:
+        assert most_host_bound_tokens(int(layer), element_bytes) == tokens
+    sizes = mixed_sizes(2048, 256)
+    assert [size.num_tokens for size in sizes] == sorted({size.num_tokens for size in sizes})
+    assert (sizes[0], sizes[-1]) == (GraphSize(64, 64, 10), GraphSize(2048, 256, 72))
+    for smaller, larger in pairwise(sizes[7:]):
+        assert larger.num_tokens <= 1.25 * smaller.num_tokens
+    assert mixed_sizes(0, 256) == []
 
 
 @pytest.mark.usefixtures("gpu_kernels")

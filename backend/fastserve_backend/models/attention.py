@@ -178,46 +178,41 @@ class WorkListBatch(GroupBatch):
     prefill_work: Tensor
     decode_scratch: DecodeScratch
 
-    def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
-        from fastserve_kernels.gpu.paged_prefill import paged_prefill
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there may be rows of prompts. If not, all rows decode or are padding."""
+        return prefill_capacity(self.prefill_work.numel()) > 0
 
+    def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
         out = ops.empty(query.shape, query)
-        self._decode(query, None, kv, layer, rule, out)
-        # Among the rows of decodes may be rows of prompts. They are zeros until now.
-        paged_prefill(
-            query,
-            kv,
-            layer,
-            self.block_tables,
-            self.table_starts,
-            self.context_lens,
-            self.query_starts,
-            self.prefill_work,
-            rule,
-            out,
-        )
+        self._decode(query, kv, layer, rule, out)
+        if self.has_prompts:
+            self._prefill(query, kv, layer, rule, out)
         return out
 
     def write_and_attend(
         self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, rule: AttentionRule
     ) -> Tensor:
-        if prefill_capacity(self.prefill_work.numel()):
+        if self.has_prompts:
             return super().write_and_attend(query, key, value, kv, layer, rule)
         # Of decodes alone, the kernel of attention writes the tokens: one launch less.
         out = ops.empty(query.shape, query)
-        self._decode(query, (key, value), kv, layer, rule, out)
+        self._decode(query, kv, layer, rule, out, (key, value))
         return out
 
     def _decode(
         self,
         query: Tensor,
-        new: tuple[Tensor, Tensor] | None,
         kv: Tensor,
         layer: int,
         rule: AttentionRule,
         out: Tensor,
+        new: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Fill out for the rows that decode. new: see `gpu.paged_decode.paged_decode`."""
+        """Fill the first R rows of `out`, with zeros where a row does not decode.
+
+        new: the rows' keys and values, if they are not in the cache yet.
+        """
         from fastserve_kernels.gpu.paged_decode import paged_decode
 
         rows = len(self.decode_contexts)
@@ -233,4 +228,23 @@ class WorkListBatch(GroupBatch):
             out[:rows],
             self.decode_scratch,
             new,
+        )
+
+    def _prefill(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
+        """Fill the rows of prompts. They may be among the first R, so decodes come first."""
+        from fastserve_kernels.gpu.paged_prefill import paged_prefill
+
+        paged_prefill(
+            query,
+            kv,
+            layer,
+            self.block_tables,
+            self.table_starts,
+            self.context_lens,
+            self.query_starts,
+            self.prefill_work,
+            rule,
+            out,
         )

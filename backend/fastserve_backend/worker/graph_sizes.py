@@ -26,13 +26,13 @@ every step would be room for prompts of one token: most programs of attention wo
 class GraphSize:
     """What a step has room for that is padded to this size.
 
-    num_jobs: jobs. Only the first so many rows may decode.
-    num_tiles: tiles of prompts (`work_lists.prefill_work`); 0 is a step of decodes alone.
+    num_jobs: prompts and decodes. Only the first so many rows may decode.
+    num_prompts: whole ones and chunks; 0 is a step of decodes alone.
     """
 
     num_tokens: int
     num_jobs: int
-    num_tiles: int = 0
+    num_prompts: int = 0
 
 
 def decode_sizes(max_jobs: int) -> list[GraphSize]:
@@ -40,11 +40,11 @@ def decode_sizes(max_jobs: int) -> list[GraphSize]:
     return [GraphSize(size, size) for size in batch_sizes(max_jobs)]
 
 
-def mixed_sizes(max_tokens: int, max_jobs: int, tile: int) -> list[GraphSize]:
+def mixed_sizes(max_tokens: int, max_jobs: int) -> list[GraphSize]:
     """Sizes for steps with prompts, ascending, up to ``max_tokens``. 0: there are none.
 
-    Args:
-        tile: rows of a tile of a prompt.
+    All ranks must choose the same size for a step, because they add up its rows. So sizes do not
+    depend on the GPU.
     """
     if max_tokens == 0:
         return []
@@ -53,7 +53,7 @@ def mixed_sizes(max_tokens: int, max_jobs: int, tile: int) -> list[GraphSize]:
         tokens = min(multiple * _MULTIPLE, max_tokens)
         jobs = min(tokens, max_jobs)
         prompts = min(jobs, _FEW_PROMPTS + tokens // _TOKENS_A_PROMPT)
-        sizes.append(GraphSize(tokens, jobs, tokens // tile + prompts))
+        sizes.append(GraphSize(tokens, jobs, prompts))
     return sizes
 
 

@@ -31,6 +31,10 @@ from fastserve_backend.worker.staging import Places, Staging
 
 Array = npt.NDArray[Any]
 
+# Those of a step without prompts.
+_NO_CONTEXTS = np.zeros(0, dtype=np.int32)
+_NO_STARTS = _NO_TILES = np.zeros(1, dtype=np.int32)
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -306,9 +310,7 @@ class WorkListInputs:
         most_tokens = most_host_bound_tokens(
             config.num_active_layer_parameters // tensor_size, config.linear_element_bytes
         )
-        self._mixed_sizes = mixed_sizes(
-            min(most_tokens, limits.max_tokens), limits.max_jobs, self._tile
-        )
+        self._mixed_sizes = mixed_sizes(min(most_tokens, limits.max_tokens), limits.max_jobs)
         capacity = max(self._capacities(limits.max_jobs))
         self._scratch = decode_scratch(capacity, heads, head_dim, kv.device)
         self._staging = Staging(self._most_bytes(limits), kv.device)
@@ -338,14 +340,13 @@ class WorkListInputs:
         """The tensors of a step, padded. Shapes and addresses are the same for equal sizes, except
         that ``sampled`` has its own length.
 
-        A step of decodes alone may be padded to any size that has room for it. One with prompts
-        needs room for their tiles.
+        A size must have room for the step's tokens, jobs and prompts.
         """
         padded = layout.padded(size.num_tokens, size.num_jobs)
-        is_decode = np.arange(size.num_jobs) < layout.num_decodes
-        decode_contexts = np.where(is_decode, padded.context_lens, 0)
+        decode_contexts = _padded(layout.context_lens[: layout.num_decodes], size.num_jobs, 0)
         capacities = self._capacities(size.num_jobs)
-        arrays = self._arrays(padded, decode_contexts, capacities, size.num_tiles)
+        num_tiles = size.num_tokens // self._tile + size.num_prompts if size.num_prompts else 0
+        arrays = self._arrays(padded, decode_contexts, capacities, num_tiles)
         if size not in self._padded_places:
             places = self._staging.places([*arrays[:-1], self._most_tables])
             self._padded_places[size] = places
@@ -357,12 +358,12 @@ class WorkListInputs:
             most = self._decode_sizes[-1].num_jobs
             assert layout.num_jobs <= most, f"a step of {layout.num_jobs} jobs, but {most} at most"
             return next(size for size in self._decode_sizes if size.num_jobs >= layout.num_jobs)
-        num_tiles = work_lists.num_tiles(layout.prompt_lens, self._tile).sum()
+        num_prompts = layout.num_jobs - layout.num_decodes
         for size in self._mixed_sizes:
             if (
                 layout.num_tokens <= size.num_tokens
                 and layout.num_jobs <= size.num_jobs
-                and num_tiles <= size.num_tiles
+                and num_prompts <= size.num_prompts
             ):
                 return size
         return None
@@ -376,6 +377,19 @@ class WorkListInputs:
     ) -> list[Array]:
         """In the order that `Staging` needs: block tables last, because their length varies."""
         windows = [kind.window for kind in self._kinds]
+        decode_works = [
+            work_lists.decode_work(decode_contexts, capacity, window)
+            for capacity, window in zip(decode_capacities, windows, strict=True)
+        ]
+        # Decodes alone do not read what belongs to prompts, and every microsecond counts there.
+        contexts, starts = _NO_CONTEXTS, _NO_STARTS
+        prefill_works = [_NO_TILES] * len(windows)
+        if num_tiles:
+            contexts, starts = layout.context_lens, layout.query_starts
+            prefill_works = [
+                work_lists.prefill_work(layout.prompt_lens, self._tile, contexts, window, num_tiles)
+                for window in windows
+            ]
         return [
             layout.token_ids,
             layout.positions,
@@ -383,18 +397,10 @@ class WorkListInputs:
             layout.slots,
             layout.table_starts,
             decode_contexts,
-            layout.context_lens,
-            layout.query_starts,
-            *(
-                work_lists.decode_work(decode_contexts, capacity, window)
-                for capacity, window in zip(decode_capacities, windows, strict=True)
-            ),
-            *(
-                work_lists.prefill_work(
-                    layout.prompt_lens, self._tile, layout.context_lens, window, num_tiles
-                )
-                for window in windows
-            ),
+            contexts,
+            starts,
+            *decode_works,
+            *prefill_works,
             layout.block_tables,
         ]
 

@@ -250,7 +250,9 @@ def test_padded_steps_with_prompts_have_the_same_addresses(tmp_path: Path) -> No
     addresses = []
     for step in (other, one):
         tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), size)
-        named = [tensors.token_ids, tensors.positions, *vars(tensors.batch.groups[0]).values()]
+        of_batch = dict(vars(tensors.batch.groups[0]))
+        scratch = of_batch.pop("decode_scratch")
+        named = [tensors.token_ids, tensors.positions, *of_batch.values(), *vars(scratch).values()]
         addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in named])
     assert addresses[0] == addresses[1]
     batch: Any = tensors.batch.groups[0]

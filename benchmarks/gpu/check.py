@@ -53,7 +53,7 @@ LOOK_EVERY_S = 1.0
 """Time between two looks at what a phase has measured."""
 
 
-class Terminated(BaseException):
+class Interrupted(BaseException):
     """The program was told to end."""
 
 
@@ -143,7 +143,7 @@ class _Run:
         try:
             for _, some in groupby(chosen, turn):
                 self._run_side_by_side(list(some))
-        except (KeyboardInterrupt, Terminated):
+        except Interrupted:
             self.was_interrupted = True
 
     @property
@@ -364,12 +364,15 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise Terminated
+def _interrupt(number: int, frame: object) -> None:
+    # Only once: `timeout` passes Ctrl-C on, too, and the phases have to be ended in order.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    raise Interrupted
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
-    # A shell starts background programs with Ctrl-C ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # SIGINT as well, because a shell starts background programs with Ctrl-C ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     sys.exit(main())

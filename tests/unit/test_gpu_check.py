@@ -512,6 +512,7 @@ def test_a_killed_run_keeps_what_was_measured(tmp_path: Path, number: int) -> No
         wait_for(lambda: [bool(one["rows"]) for one in phases()] == [True, True], 60)
         wait_for(lambda: phases()[0]["status"] == "passed", 60)
         process.send_signal(number)
+        process.send_signal(number)  # as Ctrl-C does, directly and by way of `timeout`
         code = process.wait(30)
     finally:
         process.kill()

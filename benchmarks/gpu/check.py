@@ -49,13 +49,11 @@ NO_DEVICE = 3  # exit code of run_phase
 # NVIDIA's container images have torch multiply float32 as TF32, but our limits are float32's. The
 # first variable is torch's, the second that of NVIDIA's libraries.
 WITHOUT_TF32 = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
-
-
 LOOK_EVERY_S = 1.0
 """Time between two looks at what a phase has measured."""
 
 
-class Terminated(BaseException):
+class Interrupted(BaseException):
     """The program was told to end."""
 
 
@@ -142,9 +140,11 @@ class _Run:
                 return "checks"
             return "timed" if self._arguments.tiny else phase.name
 
-        with suppress(KeyboardInterrupt, Terminated):
+        try:
             for _, some in groupby(chosen, turn):
                 self._run_side_by_side(list(some))
+        except Interrupted:
+            self.was_interrupted = True
 
     @property
     def wrong_checks(self) -> list[str]:
@@ -205,7 +205,7 @@ class _Run:
     def _run(self, phase: Phase, outcome: dict[str, Any]) -> None:
         """Runs a phase, and keeps its part of the JSON up to date."""
         left_s = self._arguments.minutes * 60 - RESERVE_S - (time.monotonic() - self._started_s)
-        limit_s = min(phase.limit_s, left_s)
+        limit_s = min(phase.limit_here_s, left_s)
         outcome["limit_s"] = round(limit_s, 1)
         outcome["error"] = self._reason_to_skip(phase, limit_s)
         if outcome["error"] is None:
@@ -364,12 +364,15 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise Terminated
+def _interrupt(number: int, frame: object) -> None:
+    # Only once: `timeout` passes Ctrl-C on, too, and the phases have to be ended in order.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    raise Interrupted
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
-    # A shell starts background programs with Ctrl-C ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # SIGINT as well, because a shell starts background programs with Ctrl-C ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     sys.exit(main())

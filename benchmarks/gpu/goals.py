@@ -28,7 +28,7 @@ class Goal:
         """The worst value; None where there is none."""
         figures = (self.figure,) if isinstance(self.figure, str) else self.figure
         values = [
-            row["figures"][figure]
+            row["figures"].get(figure)
             for row in rows
             if row["table"] == self.table and self._matches(row["case"])
             for figure in figures

@@ -16,12 +16,13 @@ _MEMINFO_LINES = ("MemTotal", "MemAvailable", "AnonHugePages", "ShmemHugePages",
 
 def available_gib(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> float:
     """GiB that can be taken without swapping: of the host, or of the container if it has less."""
-    available = int(_lines(meminfo)["MemAvailable"].split()[0]) * 1024
-    limit = _read(cgroup / "memory.max")
-    if limit.isdigit():
+    lines = _lines(meminfo)
+    available = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) * 1024
+    limit, current = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    if limit.isdigit() and current.isdigit():
         # The kernel gives back the cache of files before it refuses memory.
         cached = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
-        used = int(_read(cgroup / "memory.current")) - (int(cached[1]) if cached else 0)
+        used = int(current) - (int(cached[1]) if cached else 0)
         available = min(available, max(0, int(limit) - used))
     return available / 2**30
 

@@ -49,8 +49,8 @@ describe >"$OUT/machine.txt" 2>&1
 
 # check.py ends by itself a little earlier; this is for a check.py that hangs.
 code=0
-timeout -k 15 $((minutes * 60 + 15)) "$PYTHON" benchmarks/gpu/check.py --minutes "$minutes" \
+timeout --foreground -k 15 $((minutes * 60 + 15)) "$PYTHON" benchmarks/gpu/check.py --minutes "$minutes" \
     --only $phases --output "$OUT" ${COMMIT:+--commit "$COMMIT"} "$@" 2>&1 |
-    tee "$OUT/log.txt" || code=$?
+    tee -i "$OUT/log.txt" || code=$?
 { echo "after the phases:" && "$PYTHON" benchmarks/gpu/host_memory.py; } >>"$OUT/machine.txt"
 exit $code

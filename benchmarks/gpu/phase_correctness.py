@@ -51,9 +51,10 @@ def run(context: Context) -> None:
     indices = _dry_run_indices(cases) if context.tiny else list(range(len(cases)))
     check = partial(outcomes_of, tiny=context.tiny)
     outcomes: list[Outcome] = []
-    num_cores = len(os.sched_getaffinity(0)) - CORES_OF_PARITY
-    num_processes = 1 if context.tiny else max(1, min(MOST_PROCESSES, num_cores))
-    with CaseRuns(check, indices, num_processes) as runs:
+    num_cores = len(os.sched_getaffinity(0))
+    # At least half of the cores: a machine of few should not wait for parity's.
+    num_processes = min(MOST_PROCESSES, max(num_cores - CORES_OF_PARITY, -(-num_cores // 2)))
+    with CaseRuns(check, indices, 1 if context.tiny else num_processes) as runs:
         for some in runs.results(context.ends_s):
             outcomes += some
         # Reported before hanging cases are killed, which may take the rest of the process's time.

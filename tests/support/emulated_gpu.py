@@ -11,11 +11,12 @@ Not emulated: concurrent streams, memory that runs out, and time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import ptx.driver
 import pytest
@@ -32,7 +33,7 @@ DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _READ_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 _COPIES = ("_to_copy", "copy_")
-_Commands = list[tuple[Callable[[], Any], list[Tensor | None]]]
+_Commands = list[tuple[partial[Any], list[Tensor | None]]]
 """A graph's commands, each with its results; None for a result in an argument's memory."""
 
 
@@ -107,6 +108,8 @@ class EmulatedGPU(TorchDispatchMode):
         self.waits: list[str] = []
         """What made the host wait until the device had done all that it was given. A wait for an
         event is none."""
+        self.graphs: WeakSet[_Graph] = WeakSet()
+        """Those that were captured and still exist."""
         self._capture: _Commands | None = None
         self.pinned = {} if pinned is None else pinned
         """By address, held so that no other memory gets it."""
@@ -139,9 +142,23 @@ class EmulatedGPU(TorchDispatchMode):
         operation = partial(func, *tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         if device is not None and not to_gpu:  # a copy to the host, to pinned memory
             return self._pin(operation())
-        return self.execute(operation, tensors)
+        results = self.execute(operation, tensors)
+        self._note_written(func, results, from_host=to_gpu or not all(map(_is_here, tensors)))
+        return results
 
-    def execute(self, operation: Callable[[], Any], arguments: list[Tensor]) -> Any:
+    def _note_written(self, func: Any, results: Any, *, from_host: bool) -> None:
+        """Kernels that start early must not read what this operation computes."""
+        if from_host:  # it starts when everything before has ended, and so does what follows
+            ptx.driver.earlier_launches.synchronize()
+            return
+        returns = func._schema.returns
+        for result, kind in zip(tree_leaves(results), returns, strict=False):
+            is_view = kind.alias_info is not None and not kind.alias_info.is_write
+            if isinstance(result, DeviceTensor) and not is_view:
+                storage = result.on_host.untyped_storage()
+                ptx.driver.earlier_launches.note(storage.data_ptr(), storage.nbytes())
+
+    def execute(self, operation: partial[Any], arguments: list[Tensor]) -> Any:
         """Runs an operation and returns its results on the device. Within a capture it becomes a
         command of the graph."""
         given = {id(tensor.on_host): tensor for tensor in arguments if _is_here(tensor)}
@@ -162,6 +179,7 @@ class EmulatedGPU(TorchDispatchMode):
         if self._capture is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {reason}")
         self.waits.append(reason)
+        ptx.driver.earlier_launches.synchronize()
 
     def check_index(self, index: Any) -> None:
         for part in tree_leaves(index):
@@ -195,11 +213,13 @@ class EmulatedGPU(TorchDispatchMode):
     @contextmanager
     def capture(self, graph: _Graph) -> Iterator[None]:
         self._capture = commands = []
+        ptx.driver.earlier_launches.synchronize()  # as `torch.cuda.graph` does
         try:
             yield
         finally:
             self._capture = None
         graph.commands = commands
+        self.graphs.add(graph)
         # A real capture computes nothing.
         for _, results in commands:
             for result in results:
@@ -255,6 +275,19 @@ class EmulatedGPU(TorchDispatchMode):
 class _Graph:
     def __init__(self) -> None:
         self.commands: _Commands = []
+
+    def launches(self) -> list[str]:
+        """Names of its kernels, and of torch's operations that have one."""
+        names = []
+        for operation, _ in self.commands:
+            function = operation.func
+            if function in (_compiled, _interpreted):
+                names.append(operation.args[0].fn.__name__)
+            elif isinstance(function, torch._ops.OpOverload):
+                name = function._schema.name.removeprefix("aten::")
+                if not function.is_view and "empty" not in name:
+                    names.append(name)
+        return names
 
     def replay(self) -> None:
         assert self.commands, "neither captured nor reset"

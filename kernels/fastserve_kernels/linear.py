@@ -90,7 +90,7 @@ def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor
 
 
 def _on_gpu(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """With a ReLU, in one kernel with the bias: in 16 bits the product's, if torch has it."""
+    """With a ReLU, in one kernel with the bias: in 16 bits in the product's, if torch has that."""
     from fastserve_kernels.gpu.kernels import bias_relu
 
     weight = weight.contiguous()

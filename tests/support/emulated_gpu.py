@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import ptx.driver
 import pytest
@@ -36,7 +37,7 @@ DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _READ_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 _COPIES = ("_to_copy", "copy_")
-_Commands = list[tuple[Callable[[], Any], list[Tensor | None]]]
+_Commands = list[tuple[partial[Any], list[Tensor | None]]]
 """A graph's commands, each with its results; None for a result in an argument's memory."""
 
 
@@ -174,6 +175,8 @@ class EmulatedGPU(TorchDispatchMode):
         event is none."""
         self.num_replays = 0
         """Of all graphs."""
+        self.graphs: WeakSet[_Graph] = WeakSet()
+        """Those that were captured and still exist."""
         self._capture: _Commands | None = None
         self.captured_in: _Graph | None = None
         """The graph that is captured now."""
@@ -193,9 +196,12 @@ class EmulatedGPU(TorchDispatchMode):
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
         to_gpu = device is not None and device.type == "cuda"
         pins = kwargs.pop("pin_memory", False)
+        must_zero = not self.computes and "empty" in name
         if not is_here and not to_gpu:
             result = func(*args, **kwargs)
-            return self._pin(self._zeroed(name, result)) if pins else result
+            if not pins:
+                return result
+            return self._pin(result.zero_() if must_zero else result)
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
             with self:
@@ -213,12 +219,25 @@ class EmulatedGPU(TorchDispatchMode):
         operation = partial(func, *tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         if device is not None and not to_gpu:  # a copy to the host, to pinned memory
             return self._pin(operation())
-        return self.execute(lambda: self._zeroed(name, operation()), tensors)
+        if must_zero:
+            operation = partial(_zeroed, operation)
+        results = self.execute(operation, tensors)
+        self._note_written(func, results, from_host=to_gpu or not all(map(_is_here, tensors)))
+        return results
 
-    def _zeroed(self, name: str, result: Any) -> Any:
-        return result if self.computes or "empty" not in name else result.zero_()
+    def _note_written(self, func: Any, results: Any, *, from_host: bool) -> None:
+        """Kernels that start early must not read what this operation computes."""
+        if from_host:  # it starts when everything before has ended, and so does what follows
+            ptx.driver.earlier_launches.synchronize()
+            return
+        returns = func._schema.returns
+        for result, kind in zip(tree_leaves(results), returns, strict=False):
+            is_view = kind.alias_info is not None and not kind.alias_info.is_write
+            if isinstance(result, DeviceTensor) and not is_view:
+                storage = result.on_host.untyped_storage()
+                ptx.driver.earlier_launches.note(storage.data_ptr(), storage.nbytes())
 
-    def execute(self, operation: Callable[[], Any], arguments: list[Tensor]) -> Any:
+    def execute(self, operation: partial[Any], arguments: list[Tensor]) -> Any:
         """Runs an operation and returns its results on the device. Within a capture it becomes a
         command of the graph."""
         given = {id(tensor.on_host): tensor for tensor in arguments if _is_here(tensor)}
@@ -246,6 +265,7 @@ class EmulatedGPU(TorchDispatchMode):
         if self._capture is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {reason}")
         self.waits.append(reason)
+        ptx.driver.earlier_launches.synchronize()
 
     def check_index(self, index: Any) -> None:
         for part in tree_leaves(index):
@@ -309,12 +329,14 @@ class EmulatedGPU(TorchDispatchMode):
         _thread.ended |= Stream.issued  # a real capture waits for the device first
         self._capture = commands = []
         self.captured_in = graph
+        ptx.driver.earlier_launches.synchronize()  # as `torch.cuda.graph` does
         try:
             with stream or Stream():
                 yield
         finally:
             self._capture = self.captured_in = None
         graph.commands = commands
+        self.graphs.add(graph)
         # A real capture computes nothing.
         for _, results in commands:
             for result in results:
@@ -380,6 +402,19 @@ class _Graph:
         self.commands: _Commands = []
         self._gpu = gpu
 
+    def launches(self) -> list[str]:
+        """Names of its kernels, and of torch's operations that have one."""
+        names = []
+        for operation, _ in self.commands:
+            function = operation.func
+            if function in (_compiled, _interpreted):
+                names.append(operation.args[0].fn.__name__)
+            elif isinstance(function, torch._ops.OpOverload):
+                name = function._schema.name.removeprefix("aten::")
+                if not function.is_view and "empty" not in name:
+                    names.append(name)
+        return names
+
     def replay(self) -> None:
         assert self.commands, "neither captured nor reset"
         self._gpu.num_replays += 1
@@ -418,6 +453,10 @@ def _cuda_error(code: int) -> torch.cuda.CudaError:
     error = torch.cuda.CudaError.__new__(torch.cuda.CudaError, code)  # its constructor needs CUDA
     RuntimeError.__init__(error, f"emulated ({code})")
     return error
+
+
+def _zeroed(operation: partial[Tensor]) -> Tensor:
+    return operation().zero_()
 
 
 def _on_host(value: Any) -> Any:

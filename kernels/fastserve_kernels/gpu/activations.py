@@ -7,6 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.dependent_launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_earlier,
+)
 from fastserve_kernels.gpu.launch_parameters import cdiv
 
 # Elements for one program: 16 bytes of 16-bit values for each thread of 4 warps.
@@ -24,7 +29,7 @@ def bias_relu(x: Tensor, bias: Tensor | None) -> None:
     if rows:
         _bias_relu[(rows, cdiv(size, _BLOCK))](
             x, x if bias is None else bias, x.stride(0), size,
-            HAS_BIAS=bias is not None, BLOCK=_BLOCK, num_warps=4,
+            HAS_BIAS=bias is not None, BLOCK=_BLOCK, num_warps=4, **launch_options(x.device),
         )  # fmt: skip
 
 
@@ -43,8 +48,9 @@ def _gated(x: Tensor, is_gelu: bool) -> Tensor:
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
         _gate_mul[(rows, cdiv(size, _BLOCK))](
-            x, out, x.stride(0), size, IS_GELU=is_gelu, BLOCK=_BLOCK, num_warps=4
-        )
+            x, out, x.stride(0), size, IS_GELU=is_gelu, BLOCK=_BLOCK, num_warps=4,
+            **launch_options(x.device),
+        )  # fmt: skip
     return out
 
 
@@ -54,27 +60,36 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
         _clamped_swiglu[(rows, cdiv(size, _BLOCK))](
-            x, out, x.stride(0), size, alpha, limit, BLOCK=_BLOCK, num_warps=4
-        )
+            x, out, x.stride(0), size, alpha, limit, BLOCK=_BLOCK, num_warps=4,
+            **launch_options(x.device),
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _bias_relu(x, bias, stride, size, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _bias_relu(
+    x, bias, stride, size, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = x + tl.program_id(0).to(tl.int64) * stride
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, inside).to(tl.float32)
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     values = tl.load(row + columns, inside).to(tl.float32)
     if HAS_BIAS:
-        values += tl.load(bias + columns, inside).to(tl.float32)
+        values += shift
     tl.store(row + columns, tl.maximum(values, 0.0, tl.PropagateNan.ALL), inside)
 
 
 @triton.jit
-def _gate_mul(x, out, stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_mul(x, out, stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     gate = tl.load(x + token * stride + columns, inside).to(tl.float32)
     up = tl.load(x + token * stride + size + columns, inside).to(tl.float32)
     inner = gate
@@ -85,10 +100,12 @@ def _gate_mul(x, out, stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _clamped_swiglu(x, out, stride, size, alpha, limit, BLOCK: tl.constexpr):
+def _clamped_swiglu(x, out, stride, size, alpha, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     gate = tl.load(x + token * stride + columns, inside).to(tl.float32)
     up = tl.load(x + token * stride + size + columns, inside).to(tl.float32)
     gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)

@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.dependent_launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_earlier,
+)
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
 from fastserve_kernels.int8_cache import MOST, is_int8, token_width
 
@@ -37,7 +42,7 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
             BLOCK_SIZE=kv.shape[4], KEY_DIM=key_dim, VALUE_DIM=value_dim, ROW=token_width(kv),
             WIDTH=kv.shape[5], INT8=is_int8(kv), HEADS_TILE=heads_tile,
             KEY_TILE=next_power_of_2(key_dim), VALUE_TILE=next_power_of_2(value_dim),
-            num_warps=_NUM_WARPS,
+            num_warps=_NUM_WARPS, **launch_options(kv.device),
         )  # fmt: skip
 
 
@@ -71,7 +76,7 @@ def rope_kv_write(
             ROTARY_DIM=rotary_dim,
             HEADS_TILE=heads_tile, DIM_TILE=next_power_of_2(head_dim), HALF_TILE=half_tile,
             REST_TILE=next_power_of_2(max(head_dim - rotary_dim, 1)),
-            num_warps=_NUM_WARPS,
+            num_warps=_NUM_WARPS, **launch_options(kv.device),
         )  # fmt: skip
 
 
@@ -138,8 +143,10 @@ def _kv_write(
     key_token, key_head, value_token, value_head,
     BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROW: tl.constexpr,
     WIDTH: tl.constexpr, INT8: tl.constexpr,
-    HEADS_TILE: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    HEADS_TILE: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -167,8 +174,10 @@ def _rope_kv_write(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, INT8: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
-    REST_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     # A thread has both elements of its pairs, so rotating in place needs no barrier.
     HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)

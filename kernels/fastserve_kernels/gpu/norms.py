@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.dependent_launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_earlier,
+)
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
 
 _ELEMENTS_OF_A_WARP = 32 * 16
@@ -29,7 +34,7 @@ def add_layer_norm(
             x, residual, x if weight is None else weight, x if bias is None else bias,
             total, normed, x.stride(0), residual.stride(0), x.shape[1], eps,
             HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-            **_launch_parameters(x.shape[1]),
+            **_launch_parameters(x.shape[1]), **launch_options(x.device),
         )  # fmt: skip
     return total, normed
 
@@ -43,7 +48,7 @@ def add_rms_norm(
         _add_rms_norm[(len(x),)](
             x, residual, weight, total, normed, x.stride(0), residual.stride(0), x.shape[1], eps,
             shift,
-            **_launch_parameters(x.shape[1]),
+            **_launch_parameters(x.shape[1]), **launch_options(x.device),
         )  # fmt: skip
     return total, normed
 
@@ -57,6 +62,7 @@ def rms_norm_heads(x: Tensor, weight: Tensor, eps: float, shift: float) -> None:
         _rms_norm_heads[(num_tokens, cdiv(heads, heads_tile))](
             x, weight, x.stride(0), x.stride(1), heads, eps, shift,
             HEAD_DIM=head_dim, HEADS_TILE=heads_tile, DIM_TILE=dim_tile, num_warps=1,
+            **launch_options(x.device),
         )  # fmt: skip
 
 
@@ -85,15 +91,17 @@ def _add(x, residual, total, x_stride, residual_stride, size, columns, inside):
 @triton.jit
 def _add_layer_norm(
     x, residual, weight, bias, total, normed, x_stride, residual_stride, size, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    # Load the parameters before waiting for the sums.
+    # Load the parameters before waiting for the kernel that computes x, and for the sums.
     if HAS_WEIGHT:
         scale = tl.load(weight + columns, inside)
     if HAS_BIAS:
         shift = tl.load(bias + columns, inside)
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     values = _add(x, residual, total, x_stride, residual_stride, size, columns, inside)
     # Subtract the mean before squaring: a difference of large sums would cancel digits.
     # div_rn, because "/" is approximate and fused with the subtraction: for equal values the
@@ -111,11 +119,13 @@ def _add_layer_norm(
 @triton.jit
 def _add_rms_norm(
     x, residual, weight, total, normed, x_stride, residual_stride, size, eps, shift,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     scale = tl.load(weight + columns, inside)
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     values = _add(x, residual, total, x_stride, residual_stride, size, columns, inside)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
     result = values * inverse * (scale.to(tl.float32) + shift)
@@ -125,12 +135,14 @@ def _add_rms_norm(
 @triton.jit
 def _rms_norm_heads(
     x, weight, token_stride, head_stride, heads, eps, shift,
-    HEAD_DIM: tl.constexpr, HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
     dim = tl.arange(0, DIM_TILE)[None, :]
     inside = (head < heads) & (dim < HEAD_DIM)
     scale = tl.load(weight + dim, dim < HEAD_DIM)
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     rows = x + tl.program_id(0).to(tl.int64) * token_stride + head * head_stride + dim
     values = tl.load(rows, inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / HEAD_DIM + eps)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.cache_writes import store_tokens
+from fastserve_kernels.gpu.dependent_launch import launch_options, wait_for_earlier
 from fastserve_kernels.gpu.device import capability, multiprocessors
 from fastserve_kernels.gpu.paged_cache import (
     NO_SCORE,
@@ -117,6 +118,7 @@ def paged_decode(
         INT8=is_int8(kv),
         SPLIT=SPLIT_TOKENS, KEY_TILE=parameters.key_tile, NUM_STAGES=parameters.num_stages,
         num_warps=parameters.num_warps, maxnreg=launch_parameters.decode_registers(parameters),
+        **launch_options(query.device),
     )  # fmt: skip
 
 
@@ -138,7 +140,7 @@ def _attend_splits(
     KEY_DIM: tl.constexpr, PADDED_KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, HEAD_SIZE: tl.constexpr, INT8: tl.constexpr,
-    SPLIT: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend for each (item, KV head). The result goes to out if its row sees one split, else to
     the partial results. An item before the window has no result.
@@ -146,6 +148,8 @@ def _attend_splits(
     ROW: elements of the cache for one token of a head, without a scale. HEAD_SIZE: elements of one
     head in one block.
     """
+    # Another kernel of the step writes even the work list.
+    wait_for_earlier(PDL)
     items = work + 1 + rows
     key_dims, value_dims = tl.arange(0, PADDED_KEY_DIM), tl.arange(0, PADDED_VALUE_DIM)
     group_rows = tl.arange(0, QUERY_ROWS)

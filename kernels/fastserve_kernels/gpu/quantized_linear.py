@@ -11,6 +11,11 @@ from torch import Tensor
 
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.dense_linear import widened_linear
+from fastserve_kernels.gpu.dependent_launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_earlier,
+)
 from fastserve_kernels.gpu.device import capability, multiprocessors
 from fastserve_kernels.gpu.launch_parameters import cdiv
 from fastserve_kernels.gpu.packed_weight import (
@@ -78,7 +83,7 @@ def quantized_linear(
     if splits > 1:
         _add_splits[(rows, cdiv(weight.out_features, _SUM_TILE))](
             sums, bias, y, splits, weight.out_features, sums.stride(0), y.stride(0),
-            RELU=relu, TILE=_SUM_TILE, num_warps=4,
+            RELU=relu, TILE=_SUM_TILE, num_warps=4, **launch_options(x.device),
         )  # fmt: skip
 
 
@@ -160,18 +165,22 @@ def _quantized_linear(
 @triton.jit(do_not_specialize=["splits"])
 def _add_splits(
     sums, bias, y, splits, out_features, split_stride, y_stride,
-    RELU: tl.constexpr, TILE: tl.constexpr,
+    RELU: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out = tl.program_id(1) * TILE + tl.arange(0, TILE)
     has_out = out < out_features
     of_split = sums + row * out_features + out
+    if bias is not None:
+        shift = tl.load(bias + out, has_out, other=0.0).to(tl.float32)
+    wait_for_earlier(PDL)
+    launch_dependents(PDL)
     total = tl.zeros([TILE], tl.float32)
     for _ in range(splits):
         total += tl.load(of_split, has_out, other=0.0)
         of_split += split_stride
     if bias is not None:
-        total += tl.load(bias + out, has_out, other=0.0).to(tl.float32)
+        total += shift
     if RELU:
         total = tl.maximum(total, 0.0, tl.PropagateNan.ALL)
     tl.store(y + row * y_stride + out, total.to(y.dtype.element_ty), has_out)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from ptx.arithmetic import ARITHMETIC
 from ptx.data_movement import DATA_MOVEMENT
+from ptx.earlier_launches import EarlierLaunches
 from ptx.errors import MachineError, UnknownCode
 from ptx.global_order import GlobalOrder
 from ptx.machine import Machine
@@ -77,6 +78,58 @@ def run_two(code: str) -> np.ndarray:
         )
         machine.run(ARITHMETIC | DATA_MOVEMENT)
     return values
+
+
+def run_dependent(code: str) -> None:
+    """Runs a program that starts while earlier launches run, which write the word of %rd1."""
+    values = numbers()
+    earlier = EarlierLaunches()
+    earlier.note(values.ctypes.data + 4, 4)
+    text = f""".visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0
+)
+.reqntid 32
+{{
+	ld.param.b64 	%rd0, [kernel_param_0];
+	add.s64 	%rd1, %rd0, 4;
+	{code}
+	ret;
+}}
+"""
+    address = values.ctypes.data
+    memory = GlobalMemory([(address, values.nbytes)])
+    machine = Machine(
+        Program.parse(text), {"kernel_param_0": address}, (1, 1, 1), [0], memory, 64, None, earlier
+    )
+    machine.run(ARITHMETIC | DATA_MOVEMENT)
+
+
+def test_a_dependent_launch_loads_parameters_before_it_waits() -> None:
+    run_dependent(
+        """ld.global.b32 %r1, [%rd0]; griddepcontrol.wait; griddepcontrol.launch_dependents;
+        ld.global.b32 %r2, [%rd1]; st.global.b32 [%rd1], %r1;"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("ld.global.b32 %r1, [%rd1]; griddepcontrol.wait;", "load what an earlier launch writes"),
+        (
+            "cp.async.ca.shared.global [global_smem], [%rd1], 0x4; griddepcontrol.wait;",
+            "load what an earlier launch writes",
+        ),
+        ("mov.b32 %r1, 0; st.global.b32 [%rd0], %r1; griddepcontrol.wait;", "a store before"),
+        ("ld.global.b32 %r1, [%rd0];", "threads end without"),
+        (
+            "mov.u32 %r1, %tid.x; setp.lt.s32 %p1, %r1, 9; @%p1 griddepcontrol.wait;",
+            "threads end without",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_dependent_launch_must_not_do(code: str, error: str) -> None:
+    with pytest.raises(MachineError, match=error):
+        run_dependent(code)
 
 
 def test_programs_meet_by_atomic_additions() -> None:

@@ -23,8 +23,7 @@ def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
     addresses = machine.addresses(i.operands[1])[mask]
     if i.parts[1] == "global":
         data = machine.memory.read(addresses, width)
-        if machine.order is not None:
-            machine.order.load(addresses, width, machine.id_of[mask], machine.warp_of[mask])
+        machine.load(addresses, width, mask)
     elif i.parts[1] == "shared":
         places = machine.shared.places(addresses, machine.program_of[mask], width)
         data = machine.shared.read(places, width, machine.warp_of[mask])
@@ -42,9 +41,7 @@ def _store(machine: Machine, i: Instruction, mask: Mask) -> None:
     addresses = machine.addresses(i.operands[0])[mask]
     if i.parts[1] == "global":
         machine.memory.write(addresses, data)
-        if machine.order is not None:
-            of_threads = machine.id_of[mask], machine.warp_of[mask]
-            machine.order.store(addresses, data.shape[1], *of_threads)
+        machine.store(addresses, data.shape[1], mask)
     elif i.parts[1] == "shared":
         places = machine.shared.places(addresses, machine.program_of[mask], data.shape[1])
         machine.shared.write(places, data, machine.warp_of[mask])
@@ -68,10 +65,10 @@ def _async_copy(machine: Machine, i: Instruction, mask: Mask) -> None:
         targets = machine.addresses(i.operands[0])[mask]
         places = machine.shared.places(targets, machine.program_of[mask], width)
         machine.copies.start(np.flatnonzero(mask), sources, places, width)
-        if machine.order is not None:
-            real = sources != NOTHING
-            of_threads = machine.id_of[mask][real], machine.warp_of[mask][real]
-            machine.order.load(sources[real], width, *of_threads)
+        real = sources != NOTHING
+        reads = mask.copy()
+        reads[mask] = real
+        machine.load(sources[real], width, reads)
     else:
         raise UnknownCode(i.text)
 
@@ -94,6 +91,7 @@ def _atomic(machine: Machine, i: Instruction, mask: Mask) -> None:
     """The threads come one after the other."""
     if i.parts[1:] != ("global", "gpu", "acq_rel", "add", "u32"):
         raise UnknownCode(i.text)
+    machine.check_waited(mask)
     added = machine.read(i.operands[2], "u32")
     addresses = machine.addresses(i.operands[1])
     before = np.zeros(machine.threads, np.uint32)
@@ -136,6 +134,13 @@ def _reduce_warp(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.write(i.operands[0], np.broadcast_to(results, values.shape).ravel(), mask)
 
 
+def _grid_dependency(machine: Machine, i: Instruction, mask: Mask) -> None:
+    if i.parts[1] == "wait":
+        machine.wait_for_earlier(mask)
+    elif i.parts[1] != "launch_dependents":  # no later launch runs here before this one has ended
+        raise UnknownCode(i.text)
+
+
 def _nothing(machine: Machine, i: Instruction, mask: Mask) -> None:
     """Does nothing for instructions that order accesses, which are in order here."""
 
@@ -149,4 +154,5 @@ DATA_MOVEMENT = {
     "shfl": _shuffle,
     "redux": _reduce_warp,
     "fence": _nothing,
+    "griddepcontrol": _grid_dependency,
 }

@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 
 from ptx.arithmetic import ARITHMETIC
 from ptx.data_movement import DATA_MOVEMENT
+from ptx.earlier_launches import EarlierLaunches
 from ptx.global_order import GlobalOrder
 from ptx.machine import Machine
 from ptx.memory import GlobalMemory
@@ -32,6 +33,7 @@ MOST_THREADS = 4096
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """Shared memory of a program in bytes, by architecture."""
 _architecture: int | None = None
+earlier_launches = EarlierLaunches()
 
 
 def install(name: str) -> None:
@@ -121,8 +123,11 @@ class _Launcher:
                     memory,
                     self._metadata.shared,
                     order,
+                    earlier_launches if self._metadata.launch_pdl else None,
                 )
                 machine.run(INSTRUCTIONS)
+        for written in memory.written:
+            earlier_launches.note(*written)
 
 
 def _bits(argument: Tensor | int | float) -> int:

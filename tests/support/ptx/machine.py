@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ptx.async_copies import AsyncCopies
+from ptx.earlier_launches import EarlierLaunches
 from ptx.errors import MachineError, UnknownCode
 from ptx.formats import TYPES, UNSIGNED, Array, size_of
 from ptx.global_order import GlobalOrder
@@ -43,13 +44,16 @@ class Machine:
         memory: GlobalMemory,
         shared_bytes: int,
         order: GlobalOrder | None = None,
+        earlier: EarlierLaunches | None = None,
     ) -> None:
         """parameters: bits. ids: of the programs of the grid that run here. order: of all programs'
-        accesses to memory; None: not checked."""
+        accesses to memory; None: not checked. earlier: what may still run when this launch starts;
+        None: nothing."""
         self.program = program
         self.parameters = parameters
         self.memory = memory
         self.order = order
+        self._earlier = earlier
         self.num_programs = len(ids)
         self.threads = len(ids) * program.threads
         self.shared = SharedMemory(len(ids), shared_bytes, -(-self.threads // WARP_GROUP))
@@ -70,12 +74,13 @@ class Machine:
         }
         self._registers: dict[str, Array] = {}
         self.alive = np.ones(self.threads, np.bool_)
+        self._waited = np.full(self.threads, earlier is None)
 
     def run(self, execute: Mapping[str, Execute]) -> None:
         """execute: instructions by the first part of their names.
 
         Raises:
-            MachineError: with the instruction.
+            MachineError: with the instruction, or a thread has not waited for earlier launches.
             UnknownCode: of one that is not among these.
         """
         code = self.program.instructions
@@ -101,6 +106,28 @@ class Machine:
                 except MachineError as error:
                     raise MachineError(f"{instruction.text}: {error}") from None
             _join(waiting, at + 1, go_on)
+        if not self._waited.all():
+            raise MachineError("threads end without griddepcontrol.wait")
+
+    def load(self, addresses: Array, width: int, mask: Mask) -> None:
+        """Checks that these threads may load global memory now. addresses: int64, one each."""
+        if self._earlier is not None:
+            self._earlier.check(addresses[~self._waited[mask]], width)
+        if self.order is not None:
+            self.order.load(addresses, width, self.id_of[mask], self.warp_of[mask])
+
+    def store(self, addresses: Array, width: int, mask: Mask) -> None:
+        """The same for a store."""
+        self.check_waited(mask)
+        if self.order is not None:
+            self.order.store(addresses, width, self.id_of[mask], self.warp_of[mask])
+
+    def check_waited(self, mask: Mask) -> None:
+        if not self._waited[mask].all():
+            raise MachineError("a store before griddepcontrol.wait")
+
+    def wait_for_earlier(self, mask: Mask) -> None:
+        self._waited |= mask
 
     def read(self, operand: str, type_name: str) -> Array:
         """Of all threads."""

@@ -25,6 +25,8 @@ class GlobalMemory:
         """ranges: (address, bytes)."""
         known = sorted({(start, size) for start, size in ranges if size})
         self.ranges = known
+        self.written: set[tuple[int, int]] = set()
+        """Those of the ranges that were written to."""
         self._starts = np.array([start for start, _ in known], dtype=np.int64)
         self._ends = np.array([start + size for start, size in known], dtype=np.int64)
         self._bytes = [
@@ -35,14 +37,15 @@ class GlobalMemory:
     def read(self, addresses: Array, width: int) -> Array:
         """uint8 [n, width] at int64 [n]."""
         data = np.empty((len(addresses), width), np.uint8)
-        for memory, chosen, places in self._places(addresses, width):
-            data[chosen] = memory[places]
+        for index, chosen, places in self._places(addresses, width):
+            data[chosen] = self._bytes[index][places]
         return data
 
     def write(self, addresses: Array, data: Array) -> None:
         """data: uint8 [n, width]."""
-        for memory, chosen, places in self._places(addresses, data.shape[1]):
-            memory[places] = data[chosen]
+        for index, chosen, places in self._places(addresses, data.shape[1]):
+            self._bytes[index][places] = data[chosen]
+            self.written.add(self.ranges[index])
 
     def check(self, addresses: Array, width: int) -> Array:
         """Indices of the tensors.
@@ -58,12 +61,12 @@ class GlobalMemory:
             raise MachineError(f"{int(outside.sum())} threads outside all tensors, at {first:#x}")
         return found
 
-    def _places(self, addresses: Array, width: int) -> Iterable[tuple[Array, Array, Array]]:
+    def _places(self, addresses: Array, width: int) -> Iterable[tuple[int, Array, Array]]:
         found = self.check(addresses, width)
         for index in np.unique(found):
             chosen = found == index
             yield (
-                self._bytes[index],
+                int(index),
                 chosen,
                 _spread(addresses[chosen] - self._starts[index], width),
             )

@@ -22,7 +22,8 @@ FAST := tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_ch
 # With the GPU's kernels as PTX. In bfloat16, which is what is mostly served and what Triton's
 # interpreter, where all dtypes are tested, gets wrong.
 EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
-  $(addprefix tests/kernels/gpu/,test_linear_kernels.py test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py)
+  $(addprefix tests/kernels/gpu/,test_linear_kernels.py test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py \
+  test_token_choice.py)
 
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import attention_cases
+import choice_cases
 import experts_cases
 import linear_cases
 import quantized_cases
@@ -147,6 +148,7 @@ def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
 def _cases() -> list[Case]:
     modules = (
         attention_cases,
+        choice_cases,
         experts_cases,
         linear_cases,
         quantized_cases,

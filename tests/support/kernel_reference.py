@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
 
+import numpy as np
 import torch
 from fastserve_kernels import ops
 from fastserve_kernels.attention_rule import AttentionRule
@@ -275,3 +276,48 @@ def rope_kv_write(
     rotated = rotate(key, cos_sin)
     cache = kv_write(kv, layer, rotated.to(kv.dtype), value, slots)
     return rotate(query, cos_sin), rotated, cache
+
+
+def error_of_choice(
+    scores: Tensor,
+    token: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,
+) -> float:
+    """By which share of the weight a token differs from that of `gpu.token_choice`: 0 if it is the
+    right one, and infinite if no rounding of weights explains it.
+
+    scores: [vocab], float32, all below infinity. The numbers are rounded to float32 first, except
+    ``uniform``.
+    """
+    values = scores.double()
+    order = values.sort(descending=True, stable=True).indices
+    if temperature == 0:
+        return 0.0 if token == order[0] else math.inf
+    heat, share, least = (float(np.float32(one)) for one in (temperature, top_p, min_p))
+    largest = scores.amax()
+    kept = order[: top_k or len(order)]
+    if least > 0:
+        kept = kept[scores[kept] >= largest + np.float32(heat * math.log(least))]
+    weights = ((values - largest.double()) / heat).exp()
+    total = float(weights[kept].sum())
+    up_to = weights[kept].cumsum(0)
+    count = int((up_to - weights[kept] < share * total).sum()) if share < 1 else len(kept)
+    errors = []
+    for last in {max(count - 1, 1), max(count, 1), min(count + 1, len(kept))}:
+        too_many = up_to[last - 1] - weights[kept[last - 1]] - share * total if last > 1 else 0.0
+        too_few = share * total - up_to[last - 1] if last < len(kept) else 0.0
+        ids = kept[:last].sort().values
+        if token not in ids:
+            continue
+        in_order = weights[ids].cumsum(0)
+        place = int((ids == token).nonzero())
+        point = uniform * in_order[-1]
+        too_early, too_late = point - in_order[place], in_order[place] - weights[token] - point
+        errors.append(
+            max(0.0, *(float(e) / total for e in (too_many, too_few, too_early, too_late)))
+        )
+    return min(errors, default=math.inf)

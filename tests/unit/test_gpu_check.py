@@ -163,7 +163,7 @@ def test_tables_of_one_kind_have_the_same_figures(dry_run: dict[str, Any]) -> No
 
 def test_each_way_to_choose_tokens_is_timed(dry_run: dict[str, Any]) -> None:
     choices = [row["case"]["choice"] for row in rows_of(dry_run, "choice of tokens")]
-    assert choices == ["greedy", "random", "top-p 0.9"]
+    assert choices == 2 * ["greedy", "random", "top-p 0.9", "top-k 50", "top-k 50, top-p 0.9"]
 
 
 def test_each_setting_serves_the_same_jobs(dry_run: dict[str, Any]) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from case_shapes import but_dtype
+from choice_cases import cases
 from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.rank_protocol.messages import NO_TOKEN, Penalties, Sampling
 from fastserve_backend.worker.sampler import ChosenTokens, _penalise
 from fastserve_backend.worker.sampler import sample as begin_to_sample
 from fastserve_backend.worker.staging import Uploads
+from kernel_cases import Case
 from transformers import MinPLogitsWarper
 
 EOS = (2,)
@@ -170,6 +173,13 @@ def test_one_bad_logit_spoils_all_probabilities(bad: float, values: dict[str, An
     missing, chosen = choose(logits, sampling(2, **values))
     assert missing == NO_TOKEN
     assert 0 <= chosen < 4
+
+
+@pytest.mark.one_of("case", key=but_dtype)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_the_choice_is_that_of_the_reference(case: Case) -> None:
+    for comparison in case.run(torch.device("cpu")):
+        assert comparison.error <= comparison.limit, comparison.what
 
 
 def test_extreme_uniform_numbers_stay_in_the_vocabulary() -> None:

@@ -128,8 +128,6 @@ def sample(
     if sampling.masks or bans_eos or sampling.biases or sampling.penalties:
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         scores.copy_(logits)
-    elif not ops.uses_triton(logits.device):
-        scores = logits.float()
     if sampling.masks:
         _mask(scores, sampling, uploads)
     if bans_eos:

@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import torch
 from fastserve_kernels import ops
+from msgspec.structs import replace
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
@@ -71,7 +72,7 @@ def run_largest_step(
     model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
 ) -> None:
     """Run prompts of the most tokens that a step may have, with log-probabilities of all of them.
-    Then sample for the most jobs, each by top-p, under a mask and with log-probabilities."""
+    Then sample for the most jobs, each by top-p with log-probabilities: without masks, and with."""
     inputs = WorkListInputs(kv, config, limits, place.tensor_size)
     layout = _largest_layout(limits, kv.shape[4], inputs.num_groups)
     tensors = inputs.bring(layout)
@@ -87,9 +88,11 @@ def run_largest_step(
     score_prompts(hidden, [all_rows], model.logits, config.vocab_size)
     logits = model.logits(ops.lookup_rows(hidden, tensors.sampled))
     if logits is not None:
-        sample(
-            logits, _costliest_sampling(limits.max_jobs, config.vocab_size), config.eos_token_ids
-        )
+        costliest = _costliest_sampling(limits.max_jobs, config.vocab_size)
+        # On a GPU this compiles the kernels that choose from logits of the model's type, and those
+        # for masked ones, in float32. Serving must not wait for that.
+        for sampling in (replace(costliest, masked_rows=b"", masks=b"", no_eos=b""), costliest):
+            sample(logits, sampling, config.eos_token_ids)
 
 
 def _largest_layout(limits: StepLimits, block_size: int, num_groups: int) -> StepLayout:

@@ -65,7 +65,7 @@ def choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tensor
     """
     rules = RowRules(sampling, scores.shape[1])
     if not ops.uses_triton(scores.device):
-        return _choose_in_torch(scores, rules)
+        return _choose_in_torch(scores.float(), rules)
     # torch for a CPU comes without Triton.
     from fastserve_kernels.gpu import token_choice
 

@@ -125,7 +125,20 @@ SORTS = [
     )
     for experts in (8, 64, 128)
 ]
-EXPECTED = [*rowwise(), *cache(), *SORTS, PINNED_COPY]
+# Three launches for float32, as masks and penalties leave it, and for what a model computes. Narrow
+# accesses: numbers of a row and of tiles, and lists of candidates.
+CHOICES = [
+    Expected(
+        "choose_tokens",
+        {"dtype": dtype, "vocab": vocab},
+        128,
+        narrow_loads=9,
+        narrow_stores=10,
+        has_wide_stores=False,
+    )
+    for dtype, vocab in [("bfloat16", 50272), ("float16", 32000), ("float32", 128256)]
+]
+EXPECTED = [*rowwise(), *cache(), *SORTS, *CHOICES, PINNED_COPY]
 CASES = list(product(EXPECTED, (80, 90)))
 LAUNCHES = [
     Launch(expected.function, architecture, expected.arguments) for expected, architecture in CASES

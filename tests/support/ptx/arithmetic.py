@@ -113,7 +113,7 @@ def _fused(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _divide(machine: Machine, i: Instruction, mask: Mask) -> None:
-    if i.type == "s64":
+    if i.type in ("s64", "u32"):
         _elementwise(_divided_toward_zero, machine, i, mask)
         return
     if i.parts[1] not in ("full", "rn"):

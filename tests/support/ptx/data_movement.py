@@ -127,7 +127,7 @@ def _reduce_warp(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.whole_warps(mask)
     if i.parts[1] != "sync" or i.parts[2] not in _REDUCTIONS or i.type not in ("s32", "u32"):
         raise UnknownCode(i.text)
-    if (machine.read(i.operands[2], "b32") != 0xFFFFFFFF).any():
+    if (machine.read(i.operands[2], "b32")[mask] != 0xFFFFFFFF).any():
         raise MachineError("a result of some threads of a warp")
     values = machine.read(i.operands[1], i.type).reshape(-1, WARP)
     results = _REDUCTIONS[i.parts[2]].reduce(values, axis=1, dtype=values.dtype, keepdims=True)

@@ -222,14 +222,15 @@ class EmulatedGPU(TorchDispatchMode):
         if must_zero:
             operation = partial(_zeroed, operation)
         results = self.execute(operation, tensors)
-        self._note_written(func, results, from_host=to_gpu or not all(map(_is_here, tensors)))
+        if name in _COPIES and not all(map(_is_here, tensors)):
+            # A copy from the host starts when all before has ended, and so does what follows.
+            ptx.driver.earlier_launches.synchronize()
+        else:
+            self._note_written(func, results)
         return results
 
-    def _note_written(self, func: Any, results: Any, *, from_host: bool) -> None:
+    def _note_written(self, func: Any, results: Any) -> None:
         """Kernels that start early must not read what this operation computes."""
-        if from_host:  # it starts when everything before has ended, and so does what follows
-            ptx.driver.earlier_launches.synchronize()
-            return
         returns = func._schema.returns
         for result, kind in zip(tree_leaves(results), returns, strict=False):
             is_view = kind.alias_info is not None and not kind.alias_info.is_write

@@ -128,6 +128,7 @@ def test_log_probabilities_of_prompts(
 
     with emulated_gpu() as gpu:
         found = scores(DEVICE, partial(launch, gpu))
+        assert gpu.num_replays == 1
     expected = scores(CPU, ModelRunner.launch)
     for one, other in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)

@@ -191,9 +191,9 @@ def generate(
 @pytest.mark.parametrize(
     ("name", "longest", "formats"),
     [
-        *zip(MODELS, (258, 35, 35, 50, 35), ({},) * 5, strict=True),
-        ("opt", 35, {"quantization": "int8"}),
-        ("opt", 35, {"kv_dtype": "int8"}),
+        *zip(MODELS, (258, 19, 19, 50, 19), ({},) * 5, strict=True),
+        ("opt", 19, {"quantization": "int8"}),
+        ("opt", 19, {"kv_dtype": "int8"}),
         ("llama, grouped heads", 35, {"kv_dtype": "int8"}),
     ],
 )

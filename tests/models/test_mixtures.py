@@ -51,6 +51,9 @@ def test_published_sizes(name: str, billions: float, active: float) -> None:
     config = load_model_config(name, load_format="dummy")
     assert config.num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
     assert config.num_active_parameters / 1e9 == pytest.approx(active, abs=0.06)
+    tables = (1 if config.tie_word_embeddings else 2) * config.num_head_parameters
+    of_layers = config.num_layers * config.num_active_layer_parameters
+    assert of_layers == pytest.approx(config.num_active_parameters - tables, rel=1e-3)
 
 
 def test_a_larger_batch_reads_more_experts() -> None:

@@ -110,9 +110,10 @@ def _attend_tiles(
     head in one block.
     """
     item, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    # The item is read before it is known to exist, so that all loads are under way at once.
+    job, tile = tl.load(work + 1 + 2 * item), tl.load(work + 2 + 2 * item)
     if item >= tl.load(work):
         return
-    job, tile = tl.load(work + 1 + 2 * item), tl.load(work + 2 + 2 * item)
     first_row, last_row = tl.load(query_starts + job), tl.load(query_starts + job + 1)
     table = block_tables + tl.load(table_starts + job)
     context = tl.load(context_lens + job)

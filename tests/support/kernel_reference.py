@@ -301,7 +301,7 @@ def error_of_choice(
     largest = scores.amax()
     kept = order[: top_k or len(order)]
     if least > 0:
-        kept = kept[scores[kept] >= largest + np.float32(heat * math.log(least))]
+        kept = kept[scores[kept] >= largest + float(np.float32(heat * math.log(least)))]
     weights = ((values - largest.double()) / heat).exp()
     total = float(weights[kept].sum())
     up_to = weights[kept].cumsum(0)

@@ -216,7 +216,7 @@ def _pass(
     next_down = tl.full([LANES], _LOWEST_KEY, tl.int32)
     longest = tl.max(lengths, 0)
     ahead = tl.load(source + tl.max_contiguous(lanes, [1]), lengths > 0, other=0)
-    for slot in range(0, longest):
+    for slot in range(longest):
         values, inside = ahead, slot < lengths
         next_places = tl.max_contiguous((slot + 1) * LANES + lanes, [1])
         ahead = tl.load(source + next_places, slot + 1 < lengths, other=0)

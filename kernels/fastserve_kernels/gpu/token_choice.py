@@ -20,9 +20,9 @@ from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
 
 RULE_WORDS = 5
 _TILE = 4096  # tokens of a program
-# Tokens of a pass at a time: four for each thread. With eight, registers would be spilled.
-_TILE_OF_PASS, _NUM_WARPS = 2048, 16
+_LANES, _NUM_WARPS = 2048, 16  # see `_pass`: four lanes for each thread
 
+_WORDS = tl.constexpr(RULE_WORDS)
 # Units of a weight: 2^42 = the largest score's. Sums fit in 63 bits up to two million tokens.
 _UNIT = tl.constexpr(4398046511104.0)
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)
@@ -74,7 +74,7 @@ def choose_tokens(
     )
     _choose[(rows,)](
         scores, rules, largest, weights, candidates, token_ids, answers, scores.stride(0), vocab,
-        no_token, **sizes, TILE_OF_PASS=_TILE_OF_PASS, num_warps=_NUM_WARPS,
+        no_token, **sizes, LANES=_LANES, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return token_ids, answers
 
@@ -99,7 +99,8 @@ def _sum_weights(
     """The weight of each tile's tokens within `depth`, of random rows without top_k."""
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     top_key, _best = _best_of_row(largest + row * tiles, tiles, TILES)
-    _uniform, _top_p, top_k, scale, depth = _rule(rules, row)
+    rule = rules + row * _WORDS
+    scale, depth, top_k = _float(rule + 3), _float(rule + 4), tl.load(rule + 2)
     if (scale != 0.0) & (top_k == 0) & _is_finite(top_key):
         top, least = _score(top_key), _key(_score(top_key) + depth)
         _keys, weight = _keys_and_weights(
@@ -111,41 +112,40 @@ def _sum_weights(
 @triton.jit
 def _choose(
     scores, rules, largest, weights, candidates, token_ids, answers, stride, vocab, no_token,
-    TILES: tl.constexpr, TILE: tl.constexpr, TILE_OF_PASS: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row, tiles = tl.program_id(0).to(tl.int64), (vocab + TILE - 1) // TILE
     top_key, token = _best_of_row(largest + row * tiles, tiles, TILES)
-    uniform, top_p, top_k, scale, depth = _rule(rules, row)
+    rule = rules + row * _WORDS
+    scale = _float(rule + 3)
     is_valid = top_key != _NAN_KEY
     if scale != 0.0:
         is_valid = _is_finite(top_key)
         if is_valid:
             of_row = scores + row * stride
             top = _score(top_key)
-            index = tl.arange(0, TILES)
-            is_summed = (index < tiles) & (top_k == 0)
-            by_tile = tl.load(weights + row * tiles + index, is_summed, other=0)
-            total = tl.sum(by_tile, 0)
             # Kept are the tokens with larger keys than this, and the first `ties` with this key.
-            key, ties = _key(top + depth), vocab
-            by_count = (top_k > 0).to(tl.int32)
-            has_top_p = (top_p != -1).to(tl.int32)
-            filters = by_count + has_top_p
+            key, ties = _key(top + _float(rule + 4)), vocab
+            # The weight of all of them. With a top_k it is unknown, and not used.
+            total = tl.sum(_weights_by_tile(weights + row * tiles, tiles, TILES), 0)
+            by_count = (tl.load(rule + 2) > 0).to(tl.int32)
+            filters = by_count + (tl.load(rule + 1) != -1).to(tl.int32)
             is_filtered = filters > 0
             while filters > 0:
-                wanted = tl.maximum(_share(top_p, total, True), 1)
+                wanted = tl.maximum(_share(tl.load(rule + 1), total, True), 1)
                 # Tokens of this weight or less have, all together, no more than top_p leaves.
                 light = tl.where(by_count != 0, 0, total - wanted).to(tl.float32) / vocab
                 lowest = tl.maximum(_key(top - _depth_below(light, scale)), key)
                 key, ties, total = _find_last(
                     of_row, candidates + row * tiles * TILE, vocab, lowest, top_key, top, scale,
-                    tl.where(by_count != 0, top_k, 0).to(tl.int32), wanted, TILE_OF_PASS,
+                    tl.load(rule + 2).to(tl.int32) * by_count, wanted, LANES,
                 )  # fmt: skip
                 by_count = 0
                 filters -= 1
-            rest = _share(uniform, total, False)
+            rest = _share(tl.load(rule), total, False)
             begin = 0
             if is_filtered == 0:
+                by_tile = _weights_by_tile(weights + row * tiles, tiles, TILES)
                 is_passed = tl.cumsum(by_tile, 0) <= rest
                 rest -= tl.sum(tl.where(is_passed, by_tile, 0), 0)
                 begin = tl.sum(is_passed.to(tl.int32), 0) * TILE
@@ -157,7 +157,7 @@ def _choose(
 @triton.jit
 def _find_last(
     scores, candidates, vocab, low, high, top, scale, wanted_count, wanted_weight,
-    TILE: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Of the tokens with keys from `low` to `high`, the largest one, find the fewest with the
     largest scores that are as many as wanted. If that is 0: that have the wanted weight.
@@ -167,8 +167,9 @@ def _find_last(
     # Of the tokens with keys above `high`.
     count_above, weight_above = tl.zeros([], tl.int32), tl.zeros([], tl.int64)
     middle = _middle(low, high)
-    length, count, weight, next_up, next_down = _pass(
-        scores, candidates, vocab, low, high, middle, top, scale, False, TILE
+    lengths = (vocab - tl.arange(0, LANES) + LANES - 1) // LANES
+    lengths, count, weight, next_up, next_down = _pass(
+        scores, candidates, lengths, low, high, middle, top, scale, False, LANES
     )
     while low < high:
         is_enough = tl.where(
@@ -181,8 +182,8 @@ def _find_last(
         high = tl.where(is_enough, high, tl.maximum(next_down, low))
         low = tl.where(is_enough, next_up, low)
         middle = _middle(low, high)
-        length, count, weight, next_up, next_down = _pass(
-            candidates, candidates, length, low, high, middle, top, scale, True, TILE
+        lengths, count, weight, next_up, next_down = _pass(
+            candidates, candidates, lengths, low, high, middle, top, scale, True, LANES
         )
     # The last pass counted the tokens with the one key left.
     of_one = _weight(_score(low), top, scale)
@@ -194,45 +195,42 @@ def _find_last(
 
 @triton.jit
 def _pass(
-    source, target, length, low, high, middle, top, scale, IS_LIST: tl.constexpr,
-    TILE: tl.constexpr,
+    source, target, lengths, low, high, middle, top, scale, IS_LIST: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """List the keys from `low` to `high` at `target`. `source` has scores, or is that list itself.
 
-    Returns how many these are; of those from `middle` on the count and the weight; the least key
-    from `middle` on, and the largest below.
+    Every LANES-th place belongs to one lane. Each lane makes a list of its own, so threads need not
+    wait for each other, and none overwrites what it has yet to read.
+
+    Args:
+        lengths: int32 [LANES], how many scores or keys each lane has.
+
+    Returns the new lengths; of the keys from `middle` on the count and the weight; the least key
+    from `middle` on, and the largest below, `low` - 1 if there is none.
     """
-    found = 0
-    # Each for four neighbouring tokens, which one thread has: more would take too many registers.
-    SHAPE: tl.constexpr = [TILE // 4, 4]
-    count, weight = tl.zeros([TILE // 4], tl.int32), tl.zeros([TILE // 4], tl.int64)
-    next_up = tl.full([TILE // 4], _NAN_KEY, tl.int32)
-    next_down = tl.full([TILE // 4], _LOWEST_KEY, tl.int32)
-    places = tl.arange(0, TILE)
-    # A list has room for whole tiles. Without a mask for each token, loads are wide.
-    ahead = tl.load(source + places, length > 0 if IS_LIST else places < length, other=0)
-    for start in range(0, length, TILE):
-        inside = places < length
-        places += TILE
-        values = ahead
-        is_next = start + TILE < length if IS_LIST else places < length
-        ahead = tl.load(source + places, is_next, other=0)
+    lanes = tl.arange(0, LANES)
+    found = tl.zeros([LANES], tl.int32)
+    count, weight = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int64)
+    next_up = tl.full([LANES], _NAN_KEY, tl.int32)
+    next_down = tl.full([LANES], _LOWEST_KEY, tl.int32)
+    longest = tl.max(lengths, 0)
+    ahead = tl.load(source + tl.max_contiguous(lanes, [1]), lengths > 0, other=0)
+    for slot in range(longest):
+        values, inside = ahead, slot < lengths
+        next_places = tl.max_contiguous((slot + 1) * LANES + lanes, [1])
+        ahead = tl.load(source + next_places, slot + 1 < lengths, other=0)
         key = values if IS_LIST else _key(values.to(tl.float32))
         inside &= (key >= low) & (key <= high)
-        key = tl.where(inside, key, low)
-        # The sum waits for all threads. So none overwrites a key that another has yet to read, as
-        # each key has one thread.
-        up_to = tl.cumsum(inside.to(tl.int32), 0)
-        tl.store(target + found + up_to - 1, key, inside)
-        found += tl.max(up_to, 0)
-        is_above, is_below = inside & (key >= middle), inside & (key < middle)
-        weights = tl.where(is_above, _weight(_score(key), top, scale), 0)
-        ups, downs = tl.where(is_above, key, _NAN_KEY), tl.where(is_below, key, _LOWEST_KEY)
-        count += tl.sum(tl.reshape(is_above.to(tl.int32), SHAPE), 1)
-        weight += tl.sum(tl.reshape(weights, SHAPE), 1)
-        next_up = tl.minimum(next_up, tl.min(tl.reshape(ups, SHAPE), 1))
-        next_down = tl.maximum(next_down, tl.max(tl.reshape(downs, SHAPE), 1))
-    tl.debug_barrier()  # the next pass reads what other threads wrote
+        tl.store(target + found * LANES + lanes, key, inside)
+        found += inside.to(tl.int32)
+        key = tl.where(inside, key, low - 1)
+        is_above = key >= middle
+        count += is_above.to(tl.int32)
+        weight += tl.where(is_above, _weight(_score(key), top, scale), 0)
+        next_up = tl.minimum(next_up, tl.where(is_above, key, _NAN_KEY))
+        next_down = tl.maximum(next_down, tl.where(is_above, _LOWEST_KEY, key))
+    tl.debug_barrier()  # the next pass may read a lane by other threads
     return (
         found, tl.sum(count, 0), tl.sum(weight, 0), tl.min(next_up, 0), tl.max(next_down, 0)
     )  # fmt: skip
@@ -277,11 +275,15 @@ def _best_of_row(largest, tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _rule(rules, row):
-    words = rules + row * 5
-    scale = tl.load(words + 3).to(tl.int32).to(tl.float32, bitcast=True)
-    depth = tl.load(words + 4).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.load(words), tl.load(words + 1), tl.load(words + 2), scale, depth
+def _weights_by_tile(weights, tiles, TILES: tl.constexpr):
+    index = tl.arange(0, TILES)
+    return tl.load(weights + index, index < tiles, other=0)
+
+
+@triton.jit
+def _float(word):
+    """The float32 number whose bits an int64 at this place holds."""
+    return tl.load(word).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil, prod
 
 from ahead_of_time import Arguments, CompiledKernel
+from fastserve_kernels.gpu.packed_weight import COLUMNS_MULTIPLE
 from kernel_launches import PACKED, TOKENS
 
 BATCH, SPLIT_TOKENS, PROMPT = 64, 256, 2048
@@ -109,16 +110,8 @@ def prefill(heads: int, kv_heads: int, head_dim: int, measured: dict[str, float]
 
 def int8_linear(rows: int, measured: dict[str, float]) -> Case:
     def works(kernels: Sequence[CompiledKernel]) -> list[Work]:
-        (kernel,) = kernels
-        row_tiles, out_tiles = kernel.grid
-        return [
-            Work(
-                row_tiles * out_tiles,
-                (HIDDEN / kernel.constants["IN_TILE"],),
-                WIDE * HIDDEN + 2 * rows * (HIDDEN + WIDE),
-                row_tiles * WIDE * HIDDEN + 2 * out_tiles * rows * HIDDEN,
-            )
-        ]
+        columns = kernels[0].constants["IN_TILE"]
+        return _linear_works(kernels, rows, WIDE, columns, bits=8)
 
     return Case(
         "int8_linear", _linear_shape(rows, WIDE), "linear",
@@ -130,20 +123,9 @@ def int8_linear(rows: int, measured: dict[str, float]) -> Case:
 def quantized_linear(
     packing: str, rows: int, measured: dict[str, float], out_features: int = WIDE
 ) -> Case:
-    """Of several splits, the sums stay in the L2 cache."""
-    weight_bytes = out_features * HIDDEN * _weight_bits(packing) / 8
-
     def works(kernels: Sequence[CompiledKernel]) -> list[Work]:
-        row_tiles, out_tiles, splits = kernels[0].grid
-        multiply = Work(
-            row_tiles * out_tiles * splits,
-            (HIDDEN / 128 / splits,),
-            weight_bytes + 2 * rows * (HIDDEN + out_features),
-            row_tiles * weight_bytes + 2 * out_tiles * rows * HIDDEN,
-        )
-        # The compiler adds four splits at a time, then one.
-        add = [Work(prod(kernel.grid), divmod(splits, 4)) for kernel in kernels[1:]]
-        return [multiply, *add]
+        bits = _weight_bits(packing)
+        return _linear_works(kernels, rows, out_features, COLUMNS_MULTIPLE, bits)
 
     return Case(
         f"quantized_linear, {packing}", _linear_shape(rows, out_features), "quantized",
@@ -153,6 +135,26 @@ def quantized_linear(
         },
         works, measured,
     )  # fmt: skip
+
+
+def _linear_works(
+    kernels: Sequence[CompiledKernel], rows: int, out_features: int, columns: int, bits: float
+) -> list[Work]:
+    """Grid: tiles of rows, tiles of out, and splits of the columns if there are any; then a kernel
+    adds up their sums, which stay in the L2 cache.
+
+    columns: of an iteration.
+    """
+    (row_tiles, out_tiles), splits = kernels[0].grid[:2], prod(kernels[0].grid[2:])
+    weight_bytes = out_features * HIDDEN * bits / 8
+    multiply = Work(
+        row_tiles * out_tiles * splits,
+        (HIDDEN / columns / splits,),
+        weight_bytes + 2 * rows * (HIDDEN + out_features),
+        row_tiles * weight_bytes + 2 * out_tiles * rows * HIDDEN,
+    )
+    # The compiler adds four splits at a time, then one.
+    return [multiply, *(Work(prod(kernel.grid), divmod(splits, 4)) for kernel in kernels[1:])]
 
 
 def rowwise(
@@ -197,7 +199,7 @@ def grouped(packing: str | None) -> Case:
 
     def works(kernels: Sequence[CompiledKernel]) -> list[Work]:
         (kernel,) = kernels
-        columns = kernel.constants.get("IN_TILE", 128)
+        columns = kernel.constants.get("IN_TILE", COLUMNS_MULTIPLE)
         weight_bytes = rows * out_features * in_features * bits / 8
         return [Work(prod(kernel.grid), (in_features / columns,), weight_bytes)]
 

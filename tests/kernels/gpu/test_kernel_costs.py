@@ -7,6 +7,7 @@ more. If a change means to cost more, or costs less, ``make costs`` writes the n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -68,3 +69,14 @@ def shrinkage(now: Count, then: Count) -> list[str]:
         for name in COUNTED
         if getattr(now, name) < getattr(then, name) * (1 - TOLERANCE)
     ]
+
+
+def test_what_grew_is_named() -> None:
+    then = next(iter(read_counts().values()))[90][str(CASES[0])][0]
+    now = replace(then, stack_bytes=8, issue=2 * then.issue, resident=then.resident - 1)
+    assert [line.split(": ")[1].split()[:2] for line in growth(now, [then])] == [
+        ["8", "bytes"],
+        ["issue", "grew"],
+        [str(now.resident), "programs"],
+    ]
+    assert growth(then, [then]) == shrinkage(then, then) == []

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
+from fastserve_kernels.gpu.widened_codes import widened_bytes
 
 
 def variants(groups: int, dtype: torch.dtype, device: torch.device) -> list[int]:
@@ -99,7 +100,8 @@ def _grouped_linear(
         is_inside = at < in_features
         weight = tl.load(of_weights + at[None, :], has_out[:, None] & is_inside[None, :], other=0)
         values = tl.load(of_x + at[:, None], is_inside[:, None] & has_row[None, :], other=0.0)
-        sums = tl.dot(weight.to(values.dtype), values, acc=sums, input_precision="ieee")
+        factors = widened_bytes(weight, values.dtype)
+        sums = tl.dot(factors, values, acc=sums, input_precision="ieee")
     if HAS_SCALES:
         sums *= tl.load(scales + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
     if HAS_BIASES:

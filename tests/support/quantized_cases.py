@@ -144,8 +144,12 @@ def _quantized_linear(
     _, parts, size, extras = LAYERS[number]
     weights = [make(out, size) for make, out in parts]
     weights = [one.to(dtype) if isinstance(one, Tensor) else one for one in weights]
+    # Kernels may round weights to the dtype, or multiply them exactly. The limits allow for both.
     table = torch.cat(
-        [one.dequantized(dtype) if isinstance(one, QuantizedWeight) else one for one in weights]
+        [
+            one.dequantized(torch.float32) if isinstance(one, QuantizedWeight) else one.float()
+            for one in weights
+        ]
     )
     out_features = len(table)
     bias = None if extras == "none" else torch.randn(out_features).to(dtype)
@@ -164,6 +168,5 @@ def _quantized_linear(
         y = layer(wide.to(device)[:, :size]).cpu()
         yield near(f"{rows} rows", y, expected, dtype)
     ids = torch.tensor([0, out_features - 1, 5, 5])
-    # Sums and products that are fused are rounded once less.
     yield near("looked up", layer.rows(ids.to(device)).cpu(), table[ids], dtype)
     yield near("no rows", layer.rows(ids[:0].to(device)).cpu(), table[:0], dtype)

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
-from fastserve_kernels.gpu.grouped_linear import group_of_tile, grouped_linear
+from fastserve_kernels.gpu.grouped_linear import (
+    grouped_linear,
+    rows_of_tile,
+    store_tile,
+)
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
 from fastserve_kernels.gpu.packed_weight import COLUMNS_MULTIPLE, PackedWeight
 from fastserve_kernels.gpu.quantized_linear import MOST_ROWS, sums_of_tile
@@ -29,8 +33,7 @@ def grouped_quantized_linear(
     biases: Tensor | None,
     groups: int,
 ) -> Tensor:
-    """See `GroupedLinear`. Products in x's dtype and sums in fp32, rounded once. The weight is
-    rounded to x's dtype.
+    """See `GroupedLinear`. Products and sums as those of `quantized_linear`.
 
     x: [N, in], rows contiguous.
     weight: of all groups, one below the other: [groups · out, in].
@@ -75,13 +78,11 @@ def _grouped_quantized_linear(
     ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, NUM_WARPS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    group, tile_of_group = group_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
+    group, row, has_row = rows_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
     if group >= groups:
         return
-    end = tl.load(starts + group + 1)
-    row = tl.load(starts + group) + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
-    has_row, has_out = row < end, out < out_features
+    has_out = out < out_features
     row_of_x = x + tl.load(rows + row, has_row, other=0).to(tl.int64)[None, :] * x_stride
     row_of_weight = group.to(tl.int64) * out_features + out
     sums = sums_of_tile(
@@ -90,9 +91,4 @@ def _grouped_quantized_linear(
         BITS, IS_FLOAT, IS_FULL, GROUP, CENTER, DEPTH, HAS_REST, ROW_TILE, OUT_TILE,
         NUM_WARPS, NUM_STAGES,
     )  # fmt: skip
-    if biases is not None:
-        sums += tl.load(biases + row_of_weight, has_out, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        y + row.to(tl.int64)[None, :] * out_features + out[:, None],
-        sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],
-    )  # fmt: skip
+    store_tile(sums, biases, row_of_weight, y, row, out, has_row, has_out, out_features)

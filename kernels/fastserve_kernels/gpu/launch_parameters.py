@@ -178,22 +178,22 @@ LINEAR = {
     ],
 }
 
-# As for `LINEAR`. With few rows of x, instructions and the weight's bytes take about the same time,
-# so many warps run. A tile has 8 rows where that is enough, as each row takes instructions to scale
-# its sums. With more than 16, codes are scaled instead (`widened_codes.scales_codes`), and tiles of
-# the weight are wide, since they read x from the L2 cache. Each choice has as many programs as fit
-# without spilled registers. Formats of floats scale sums at any number of rows, for which they need
-# more registers.
+# As for `LINEAR`. Two warps have 64 rows of the weight each, since what every warp does with x is
+# then done for many codes, and tiles read x from the L2 cache less often. A tile has 8 rows of x
+# where that is enough, as each row takes instructions to scale its sums. With more than 16, codes
+# are scaled instead (`widened_codes.scales_codes`). Each choice has as many programs as fit without
+# spilled registers. Formats of floats scale sums at any number of rows, and need more registers.
+# All this was counted in machine code, not measured.
 QUANTIZED = {
     (2, 80): [
-        QuantizedParameters(8, 64, 2, 3, 8),
-        QuantizedParameters(16, 64, 2, 3, 6),
+        QuantizedParameters(8, 128, 2, 3, 6),
+        QuantizedParameters(16, 128, 2, 3, 4),
         QuantizedParameters(64, 128, 8, 3, 2),
     ],
     (4, 80): [QuantizedParameters(16, 64, 4, 3, 4), QuantizedParameters(64, 64, 8, 3, 2)],
     (2, 90): [
-        QuantizedParameters(8, 64, 2, 4, 10),
-        QuantizedParameters(16, 64, 2, 4, 6),
+        QuantizedParameters(8, 128, 2, 4, 6),
+        QuantizedParameters(16, 128, 2, 3, 4),
         QuantizedParameters(64, 128, 4, 3, 3),
     ],
 }

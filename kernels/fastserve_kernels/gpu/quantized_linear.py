@@ -1,4 +1,4 @@
-"""Multiplies rows by a weight of few bits, which is dequantized in registers."""
+"""Multiplies rows by a weight of few bits, which is widened or dequantized in registers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def variants(dtype: torch.dtype, device: torch.device) -> list[int]:
 def quantized_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, relu: bool, y: Tensor
 ) -> None:
-    """y = x @ dequantized weight.T + bias, with products in x's dtype and sums in fp32, rounded
-    once. The weight is rounded to x's dtype.
+    """y = x @ dequantized weight.T + bias, with sums in fp32, rounded once. With up to 16 rows, and
+    in FP8, the weight is not rounded; with more it is, to x's dtype.
 
     x: [T, in], rows contiguous, T > 0.
     bias: [out] of x's dtype, or None.

@@ -19,7 +19,9 @@ def steps_of_split(tiles: int, steps: int, programs: int, device: torch.device) 
     """How many of a tile's steps each of its programs takes, so that multiprocessors run about
     `programs` at once, and have about the same number of steps each."""
     count = multiprocessors(device)
-    most = max(1, min(cdiv(programs * count, tiles), steps // _FEWEST_STEPS))
+    fit = programs * count // tiles
+    # Where one fits, two may fit on most multiprocessors. With more than fit, some would wait.
+    most = max(1, min(2 if fit == 1 else fit, steps // _FEWEST_STEPS))
     choices = range(cdiv(most, 2), most + 1)
     splits = min(choices, key=lambda splits: cdiv(tiles * splits, count) / splits)
     return max(1, cdiv(steps, splits))

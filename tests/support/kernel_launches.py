@@ -102,11 +102,13 @@ def linear(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -
 # Layouts of weights of few bits, and whether their numbers are float32 scales and offsets, pairs
 # of both in float16, or scales alone.
 PACKED = {
-    "Q4_1": (packed_weight.Layout(4, False, 32, 0, False), "pairs"),
-    "Q4_0": (packed_weight.Layout(4, False, 32, 8, True), "scales"),
-    "Q4_K": (packed_weight.Layout(4, False, 32, 0, False), "both"),
-    "Q6_K": (packed_weight.Layout(8, False, 16, 32, False), "scales"),
-    "FP8": (packed_weight.Layout(8, True, 128, 0, False), "scales"),
+    "Q4_1": (packed_weight.Layout(4, False, False, 32, 0), "pairs"),
+    "INT4": (packed_weight.Layout(4, False, False, 128, 0), "pairs"),
+    "Q4_0": (packed_weight.Layout(4, False, False, 32, 8), "scales"),
+    "Q4_K": (packed_weight.Layout(4, False, False, 32, 0), "both"),
+    "Q6_K": (packed_weight.Layout(8, False, False, 16, 32), "scales"),
+    "Q8_0": (packed_weight.Layout(8, False, True, 32, 128), "scales"),
+    "FP8": (packed_weight.Layout(8, True, False, 128, 0), "scales"),
 }
 
 
@@ -116,7 +118,7 @@ def _packed(packing: str, out_features: int, in_features: int) -> packed_weight.
     shape = (columns // layout.group, out_features)
     return packed_weight.PackedWeight(
         layout,
-        _integers(out_features, columns * layout.bits // 32),
+        _empty(torch.int16, out_features, columns * layout.bits // 16),
         _empty(torch.int32 if numbers == "pairs" else torch.float32, *shape),
         _empty(torch.float32, *shape) if numbers == "both" else None,
         out_features,

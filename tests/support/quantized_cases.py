@@ -62,6 +62,24 @@ def _q4_k(out: int, size: int) -> QuantizedWeight:
     return QuantizedWeight("Q4_K", _codes(4, out, size), 4, 32, *numbers)
 
 
+def _four_bits_in_small_groups(out: int, size: int) -> QuantizedWeight:
+    return QuantizedWeight(
+        "groups of 16", _codes(4, out, size), 4, 16, _halves(out, size // 16), center=7
+    )
+
+
+def _q5_1(out: int, size: int) -> QuantizedWeight:
+    groups = size // 32
+    numbers = _halves(out, groups), _halves(out, groups)
+    return QuantizedWeight("Q5_1", _codes(5, out, size), 5, 32, *numbers)
+
+
+def _eight_bits_with_offsets(out: int, size: int) -> QuantizedWeight:
+    groups = size // 128
+    numbers = _halves(out, groups), _floats(out, groups)
+    return QuantizedWeight("8 bits", _codes(8, out, size), 8, 128, *numbers)
+
+
 def _q6_k(out: int, size: int) -> QuantizedWeight:
     scales = _products(out, size // 16)
     return QuantizedWeight("Q6_K", _codes(6, out, size), 6, 16, scales, center=32)
@@ -103,6 +121,8 @@ LAYERS: list[tuple[str, list[tuple[_Make, int]], int, str]] = [
     ("Q4_K in whole tiles", [(_q4_k, 128)], 256, "none"),
     ("Q6_K", [(_q6_k, 66)], 256, "bias"),
     ("Q8_0", [(_q8_0, 33)], 224, "bias"),
+    ("offsets and groups", [(_four_bits_in_small_groups, 40), (_q5_1, 24),
+                            (_eight_bits_with_offsets, 16)], 256, "bias"),
     ("FP8 by block", [(_float8_by_block, 70)], 384, "bias and ReLU"),
     ("FP8 by row", [(_float8_by_row, 40)], 200, "bias"),
     ("a mixture", [(_q4_k, 48), (_q6_k, 16), (_plain, 24), (_odd_groups, 8)], 256, "bias and ReLU"),
@@ -124,8 +144,12 @@ def _quantized_linear(
     _, parts, size, extras = LAYERS[number]
     weights = [make(out, size) for make, out in parts]
     weights = [one.to(dtype) if isinstance(one, Tensor) else one for one in weights]
+    # Kernels may round weights to the dtype, or multiply them exactly. The limits allow for both.
     table = torch.cat(
-        [one.dequantized(dtype) if isinstance(one, QuantizedWeight) else one for one in weights]
+        [
+            one.dequantized(torch.float32) if isinstance(one, QuantizedWeight) else one.float()
+            for one in weights
+        ]
     )
     out_features = len(table)
     bias = None if extras == "none" else torch.randn(out_features).to(dtype)
@@ -144,6 +168,5 @@ def _quantized_linear(
         y = layer(wide.to(device)[:, :size]).cpu()
         yield near(f"{rows} rows", y, expected, dtype)
     ids = torch.tensor([0, out_features - 1, 5, 5])
-    # Sums and products that are fused are rounded once less.
     yield near("looked up", layer.rows(ids.to(device)).cpu(), table[ids], dtype)
     yield near("no rows", layer.rows(ids[:0].to(device)).cpu(), table[:0], dtype)

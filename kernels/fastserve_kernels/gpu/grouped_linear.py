@@ -10,6 +10,7 @@ from torch import Tensor
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
+from fastserve_kernels.gpu.widened_codes import widened_bytes
 
 
 def variants(groups: int, dtype: torch.dtype, device: torch.device) -> list[int]:
@@ -49,9 +50,7 @@ def grouped_linear(
     )
     tiles = min(count, count // parameters.row_tile + groups)
     _grouped_linear[(tiles, cdiv(out_features, parameters.out_tile))](
-        x, starts, rows, weights, x if scales is None else scales,
-        x if biases is None else biases, y, groups, out_features, in_features, x.stride(0),
-        HAS_SCALES=scales is not None, HAS_BIASES=biases is not None,
+        x, starts, rows, weights, scales, biases, y, groups, out_features, in_features, x.stride(0),
         GROUPS=next_power_of_2(groups), ROW_TILE=parameters.row_tile, OUT_TILE=parameters.out_tile,
         IN_TILE=parameters.in_tile, num_warps=parameters.num_warps,
         num_stages=parameters.num_stages,
@@ -60,9 +59,9 @@ def grouped_linear(
 
 
 @triton.jit
-def group_of_tile(starts, groups, tile, GROUPS: tl.constexpr, ROW_TILE: tl.constexpr):
-    """The group that a tile of rows belongs to, `groups` for a tile past the last one; and the
-    tile's number within the group."""
+def rows_of_tile(starts, groups, tile, GROUPS: tl.constexpr, ROW_TILE: tl.constexpr):
+    """The group that a tile of rows belongs to, `groups` for a tile past the last one; its rows,
+    [ROW_TILE]; and which of them there are."""
     group_ids = tl.arange(0, GROUPS)
     inside = group_ids < groups
     counts = tl.load(starts + group_ids + 1, inside, other=0)
@@ -71,26 +70,37 @@ def group_of_tile(starts, groups, tile, GROUPS: tl.constexpr, ROW_TILE: tl.const
     tiles_until = tl.cumsum((counts + ROW_TILE - 1) // ROW_TILE, 0)
     is_before = tiles_until <= tile
     group = tl.sum(is_before.to(tl.int32), 0)
-    return group, tile - tl.max(tl.where(is_before, tiles_until, 0), 0)
+    tile_of_group = tile - tl.max(tl.where(is_before, tiles_until, 0), 0)
+    begin = tl.load(starts + group)  # there is one more than there are groups
+    end = tl.load(starts + group + 1, group < groups, other=0)
+    row = begin + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
+    return group, row, row < end
+
+
+@triton.jit
+def store_tile(sums, biases, row_of_weights, y, row, out, has_row, has_out, out_features):
+    """Adds the biases to a tile's sums, [OUT_TILE, ROW_TILE], and stores them."""
+    if biases is not None:
+        sums += tl.load(biases + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        y + row.to(tl.int64)[None, :] * out_features + out[:, None],
+        sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],
+    )  # fmt: skip
 
 
 # As in `_int8_linear`, the weight's tile is the first factor.
 @triton.jit
 def _grouped_linear(
     x, starts, rows, weights, scales, biases, y, groups, out_features, in_features, x_stride,
-    HAS_SCALES: tl.constexpr, HAS_BIASES: tl.constexpr,
     GROUPS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr,
 ):  # fmt: skip
-    group, tile_of_group = group_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
+    group, row, has_row = rows_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
     if group >= groups:
         return
-    end = tl.load(starts + group + 1)
-    row = tl.load(starts + group) + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
-    has_row, has_out = row < end, out < out_features
-    row_of_x = tl.load(rows + row, has_row, other=0)
+    has_out = out < out_features
     inner = tl.arange(0, IN_TILE)
-    of_x = x + row_of_x.to(tl.int64)[None, :] * x_stride
+    of_x = x + tl.load(rows + row, has_row, other=0).to(tl.int64)[None, :] * x_stride
     row_of_weights = group.to(tl.int64) * out_features + out
     of_weights = weights + row_of_weights[:, None] * in_features
     sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
@@ -99,12 +109,8 @@ def _grouped_linear(
         is_inside = at < in_features
         weight = tl.load(of_weights + at[None, :], has_out[:, None] & is_inside[None, :], other=0)
         values = tl.load(of_x + at[:, None], is_inside[:, None] & has_row[None, :], other=0.0)
-        sums = tl.dot(weight.to(values.dtype), values, acc=sums, input_precision="ieee")
-    if HAS_SCALES:
+        factors = widened_bytes(weight, values.dtype)
+        sums = tl.dot(factors, values, acc=sums, input_precision="ieee")
+    if scales is not None:
         sums *= tl.load(scales + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
-    if HAS_BIASES:
-        sums += tl.load(biases + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        y + row.to(tl.int64)[None, :] * out_features + out[:, None],
-        sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],
-    )  # fmt: skip
+    store_tile(sums, biases, row_of_weights, y, row, out, has_row, has_out, out_features)

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
-from fastserve_kernels.gpu.grouped_linear import group_of_tile, grouped_linear
+from fastserve_kernels.gpu.grouped_linear import (
+    grouped_linear,
+    rows_of_tile,
+    store_tile,
+)
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
-from fastserve_kernels.gpu.packed_weight import BLOCK_WORDS, COLUMNS_MULTIPLE, PackedWeight
+from fastserve_kernels.gpu.packed_weight import COLUMNS_MULTIPLE, PackedWeight
 from fastserve_kernels.gpu.quantized_linear import MOST_ROWS, sums_of_tile
 
 
@@ -29,8 +33,7 @@ def grouped_quantized_linear(
     biases: Tensor | None,
     groups: int,
 ) -> Tensor:
-    """See `GroupedLinear`. Products in x's dtype and sums in fp32, rounded once. The weight is
-    rounded to x's dtype.
+    """See `GroupedLinear`. Products and sums as those of `quantized_linear`.
 
     x: [N, in], rows contiguous.
     weight: of all groups, one below the other: [groups · out, in].
@@ -52,45 +55,40 @@ def grouped_quantized_linear(
     if rows is None:  # rather than a second variant of the kernel
         rows = torch.arange(count, dtype=torch.int32, device=x.device)
     parameters = launch_parameters.quantized_linear(
-        cdiv(count, groups), x.element_size(), capability(x.device)
+        cdiv(count, groups), x.element_size(), capability(x.device), weight.layout.is_float
     )
     tiles = min(count, count // parameters.row_tile + groups)
     _grouped_quantized_linear[(tiles, cdiv(out_features, parameters.out_tile))](
-        x, starts, rows, weight.words, weight.scales, weight.offsets, biases, y,
-        groups, out_features, in_features, weight.words.shape[1], weight.scales.shape[1],
+        x, starts, rows, weight.codes, weight.scales, weight.offsets, biases, y,
+        groups, out_features, in_features, weight.codes.shape[1], weight.scales.shape[1],
         x.stride(0), **weight.layout.constants, HAS_REST=in_features % COLUMNS_MULTIPLE > 0,
-        GROUPS=next_power_of_2(groups), BLOCK_WORDS=BLOCK_WORDS, ROW_TILE=parameters.row_tile,
-        OUT_TILE=parameters.out_tile, num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        GROUPS=next_power_of_2(groups), ROW_TILE=parameters.row_tile, OUT_TILE=parameters.out_tile,
+        NUM_WARPS=parameters.num_warps, NUM_STAGES=parameters.num_stages,
+        num_warps=parameters.num_warps, num_stages=parameters.num_stages,
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _grouped_quantized_linear(
-    x, starts, rows, words, scales, offsets, biases, y, groups, out_features, in_features,
-    row_words, row_scales, x_stride,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, CENTER: tl.constexpr,
-    IS_WIDE: tl.constexpr, HAS_REST: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
+    x, starts, rows, codes, scales, offsets, biases, y, groups, out_features, in_features,
+    row_codes, row_scales, x_stride,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, IS_FULL: tl.constexpr, GROUP: tl.constexpr,
+    CENTER: tl.constexpr, DEPTH: tl.constexpr, HAS_REST: tl.constexpr, GROUPS: tl.constexpr,
+    ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, NUM_WARPS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    group, tile_of_group = group_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
+    group, row, has_row = rows_of_tile(starts, groups, tl.program_id(0), GROUPS, ROW_TILE)
     if group >= groups:
         return
-    end = tl.load(starts + group + 1)
-    row = tl.load(starts + group) + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
-    has_row, has_out = row < end, out < out_features
+    has_out = out < out_features
     row_of_x = x + tl.load(rows + row, has_row, other=0).to(tl.int64)[None, :] * x_stride
     row_of_weight = group.to(tl.int64) * out_features + out
     sums = sums_of_tile(
-        row_of_x, has_row, words + row_of_weight[:, None] * row_words, scales, offsets,
-        row_of_weight, has_out, in_features, row_scales, 0, row_words // BLOCK_WORDS,
-        BITS, IS_FLOAT, GROUP, CENTER, IS_WIDE, HAS_REST, BLOCK_WORDS, ROW_TILE, OUT_TILE,
+        row_of_x, has_row, codes + row_of_weight[:, None] * row_codes, scales, offsets,
+        row_of_weight, has_out, in_features, row_scales, 0, row_codes // (8 * BITS),
+        BITS, IS_FLOAT, IS_FULL, GROUP, CENTER, DEPTH, HAS_REST, ROW_TILE, OUT_TILE,
+        NUM_WARPS, NUM_STAGES,
     )  # fmt: skip
-    if biases is not None:
-        sums += tl.load(biases + row_of_weight, has_out, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        y + row.to(tl.int64)[None, :] * out_features + out[:, None],
-        sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],
-    )  # fmt: skip
+    store_tile(sums, biases, row_of_weight, y, row, out, has_row, has_out, out_features)

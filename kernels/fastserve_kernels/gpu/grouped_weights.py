@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -95,7 +94,4 @@ class GPUWeights:
 def _common_layout(weights: Sequence[QuantizedWeight]) -> Layout | None:
     """The layout for all of the weights; None if there is none."""
     layouts = {Layout.of(weight) for weight in weights}
-    known = [one for one in layouts if one is not None]
-    if len(known) < len(layouts) or len({replace(one, is_wide=False) for one in known}) != 1:
-        return None
-    return replace(known[0], is_wide=any(one.is_wide for one in known))
+    return layouts.pop() if len(layouts) == 1 else None

@@ -11,6 +11,8 @@ from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.dense_linear import widened_linear
 from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.launch_parameters import cdiv
+from fastserve_kernels.gpu.split_sums import add_splits, empty_sums, steps_of_split
+from fastserve_kernels.gpu.widened_codes import widened_bytes
 
 MOST_ROWS = 384
 """With more rows it takes less time to widen the weight in memory, for torch's product."""
@@ -32,8 +34,9 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, re
     bias: [out] of x's dtype, or None.
 
     Returns a new contiguous tensor [T, out].
-    Grid: (tiles of T, tiles of out). Neighbouring programs read the same codes. More than
-    `MOST_ROWS` rows are multiplied by torch, with codes * scale rounded to x's dtype.
+    Grid: (tiles of T, tiles of out, splits of the columns). Neighbouring programs read the same
+    codes. With several splits, a second kernel adds up their sums. More than `MOST_ROWS` rows are
+    multiplied by torch, with codes * scale rounded to x's dtype.
     """
     rows, size = x.shape
     out_features = codes.shape[0]
@@ -44,14 +47,23 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, re
         widened_linear(x, lambda part: _widened(codes[part], scale[part], x.dtype), bias, relu, y)
         return y
     parameters = launch_parameters.linear(rows, x.element_size(), capability(x.device))
-    grid = (cdiv(rows, parameters.row_tile), cdiv(out_features, parameters.out_tile))
-    _int8_linear[grid](
-        x, codes, scale, scale if bias is None else bias, y,
-        rows, out_features, size, x.stride(0),
-        HAS_BIAS=bias is not None, RELU=relu,
+    row_tiles, out_tiles = cdiv(rows, parameters.row_tile), cdiv(out_features, parameters.out_tile)
+    steps = cdiv(size, parameters.in_tile)
+    columns = parameters.in_tile * steps_of_split(
+        row_tiles * out_tiles, steps, parameters.programs_per_multiprocessor, x.device
+    )
+    splits = max(1, cdiv(size, columns))
+    sums = y
+    if splits > 1:
+        sums = empty_sums(splits, row_tiles * parameters.row_tile, out_features, y.device)
+    _int8_linear[(row_tiles, out_tiles, splits)](
+        x, codes, scale, bias if splits == 1 else None, sums,
+        rows, out_features, size, columns, x.stride(0), sums.stride(0), RELU=relu and splits == 1,
         ROW_TILE=parameters.row_tile, OUT_TILE=parameters.out_tile, IN_TILE=parameters.in_tile,
         num_warps=parameters.num_warps, num_stages=parameters.num_stages,
     )  # fmt: skip
+    if splits > 1:
+        add_splits(sums, bias, relu, y)
     return y
 
 
@@ -63,9 +75,8 @@ def _widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 # are widened, and the second factor may have as few as 8 rows.
 @triton.jit(do_not_specialize=["rows"])
 def _int8_linear(
-    x, codes, scale, bias, y, rows, out_features, in_features, x_stride,
-    HAS_BIAS: tl.constexpr, RELU: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
-    IN_TILE: tl.constexpr,
+    x, codes, scale, bias, y, rows, out_features, in_features, columns, x_stride, split_stride,
+    RELU: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
@@ -74,17 +85,20 @@ def _int8_linear(
     row_of_x = x + row.to(tl.int64)[None, :] * x_stride
     row_of_codes = codes + out.to(tl.int64)[:, None] * in_features
     sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
-    for start in range(0, in_features, IN_TILE):
+    first = tl.program_id(2) * columns
+    for start in range(first, tl.minimum(first + columns, in_features), IN_TILE):
         at = start + inner
         inside = at < in_features
         weight = tl.load(row_of_codes + at[None, :], has_out[:, None] & inside[None, :], other=0)
         values = tl.load(row_of_x + at[:, None], inside[:, None] & has_row[None, :], other=0.0)
-        sums = tl.dot(weight.to(values.dtype), values, acc=sums, input_precision="ieee")
+        factors = widened_bytes(weight, values.dtype)
+        sums = tl.dot(factors, values, acc=sums, input_precision="ieee")
     sums *= tl.load(scale + out, has_out, other=0.0).to(tl.float32)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         sums += tl.load(bias + out, has_out, other=0.0).to(tl.float32)[:, None]
     if RELU:
         sums = tl.maximum(sums, 0.0, tl.PropagateNan.ALL)
+    y += tl.program_id(2).to(tl.int64) * split_stride
     tl.store(
         y + row.to(tl.int64)[None, :] * out_features + out[:, None],
         sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],

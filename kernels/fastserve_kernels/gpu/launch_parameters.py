@@ -69,6 +69,8 @@ class LinearParameters:
     """How many elements of a row of x, and of the weight, a program loads at a time."""
     num_warps: int
     num_stages: int
+    programs_per_multiprocessor: int
+    """`int8_linear` splits the columns to have so many, if the layer is small."""
 
 
 @dataclass(frozen=True)
@@ -161,30 +163,46 @@ INT8_PREFILL = {
 }
 
 # Keys are (bytes of an element of x, architecture). Of each list the first entry for so many rows
-# of x is used, or else the last. With few rows, loading the weight takes the time. So tiles are
-# narrow: a layer has more programs than there are multiprocessors, each with 24 KiB of codes under
-# way (12 for float32, which need not be fast). Three other choices took an H200 longer at 64 rows.
+# of x is used, or else the last. Up to 64 rows each of two warps has weights of its own, so that
+# each code is widened once (four warps with 32 rows of the weight would widen all twice). With few
+# rows tiles are narrow: a layer has many programs, with 8 KiB of codes a stage. With more, reading
+# x from the L2 cache takes time, so tiles of the weight are wide. float32 need not be fast.
 LINEAR = {
     (2, 80): [
-        LinearParameters(16, 32, 256, 4, 4),
-        LinearParameters(64, 64, 128, 4, 3),
-        LinearParameters(128, 128, 64, 8, 3),
+        LinearParameters(16, 32, 256, 2, 3, 6),
+        LinearParameters(64, 128, 32, 2, 6, 4),
+        LinearParameters(128, 128, 64, 8, 3, 1),
     ],
-    (4, 80): [LinearParameters(16, 32, 128, 4, 4), LinearParameters(64, 64, 32, 8, 3)],
+    (4, 80): [LinearParameters(16, 32, 128, 4, 4, 1), LinearParameters(64, 64, 32, 8, 3, 1)],
     (2, 90): [
-        LinearParameters(16, 32, 256, 4, 4),
-        LinearParameters(64, 64, 128, 4, 4),
-        LinearParameters(128, 128, 64, 8, 4),
+        LinearParameters(16, 32, 256, 2, 3, 6),
+        LinearParameters(64, 128, 32, 2, 6, 4),
+        LinearParameters(128, 128, 64, 8, 4, 1),
     ],
 }
 
-# As for `LINEAR`. With few rows of x, the instructions that dequantize take the time, so many warps
-# run, of which each has rows of the weight of its own. With more, reading x from the L2 cache does,
-# so tiles of the weight are wide. The rows for 9.0 are the fastest of four and of three on an H200.
+# As for `LINEAR`. Two warps have 64 rows of the weight each, since what every warp does with x is
+# then done for many codes, and tiles read x from the L2 cache less often. A tile has 8 rows of x
+# where that is enough, as each row takes instructions to scale its sums. With more than 16, codes
+# are scaled instead (`widened_codes.scales_codes`). Each choice has as many programs as fit without
+# spilled registers. Formats of floats scale sums at any number of rows, and need more registers.
+# All this was counted in machine code, not measured.
 QUANTIZED = {
-    (2, 80): [QuantizedParameters(16, 64, 2, 3, 8), QuantizedParameters(64, 128, 8, 3, 2)],
+    (2, 80): [
+        QuantizedParameters(8, 128, 2, 3, 6),
+        QuantizedParameters(16, 128, 2, 3, 4),
+        QuantizedParameters(64, 128, 8, 3, 2),
+    ],
     (4, 80): [QuantizedParameters(16, 64, 4, 3, 4), QuantizedParameters(64, 64, 8, 3, 2)],
-    (2, 90): [QuantizedParameters(16, 64, 2, 4, 10), QuantizedParameters(64, 128, 4, 4, 2)],
+    (2, 90): [
+        QuantizedParameters(8, 128, 2, 4, 6),
+        QuantizedParameters(16, 128, 2, 3, 4),
+        QuantizedParameters(64, 128, 4, 3, 3),
+    ],
+}
+QUANTIZED_FLOATS = {
+    **QUANTIZED,
+    (2, 90): [*QUANTIZED[2, 90][:-1], QuantizedParameters(64, 128, 4, 3, 2)],
 }
 
 Parameters = TypeVar("Parameters")
@@ -237,18 +255,25 @@ def linear_ways(element_bytes: int, capability: tuple[int, int]) -> list[LinearP
 
 
 def quantized_linear(
-    rows: int, element_bytes: int, capability: tuple[int, int]
+    rows: int, element_bytes: int, capability: tuple[int, int], is_float: bool
 ) -> QuantizedParameters:
-    """Parameters of `quantized_linear` for this number of rows."""
-    ways = quantized_ways(element_bytes, capability)
+    """Parameters of `quantized_linear` for this number of rows.
+
+    is_float: whether codes are floats.
+    """
+    ways = quantized_ways(element_bytes, capability, is_float)
     return next((way for way in ways if rows <= way.row_tile), ways[-1])
 
 
-def quantized_ways(element_bytes: int, capability: tuple[int, int]) -> list[QuantizedParameters]:
-    """All parameters that `quantized_linear` may choose, each for more rows than the one before."""
+def quantized_ways(
+    element_bytes: int, capability: tuple[int, int], is_float: bool = False
+) -> list[QuantizedParameters]:
+    """All parameters that `quantized_linear` may choose, each for more rows than the one before.
+    Their numbers of rows do not depend on `is_float`."""
+    table = QUANTIZED_FLOATS if is_float else QUANTIZED
     hopper = (element_bytes, 90)
-    return QUANTIZED[
-        hopper if _has_shared_memory(capability) and hopper in QUANTIZED else (element_bytes, 80)
+    return table[
+        hopper if _has_shared_memory(capability) and hopper in table else (element_bytes, 80)
     ]
 
 

@@ -13,14 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastserve_kernels.gpu.launch_parameters import cdiv
+from fastserve_kernels.gpu.widened_codes import exact_codes
 from fastserve_kernels.quantized_weight import QuantizedWeight
 
-BLOCK_WORDS = 16
-"""Words of a block, which a row has side by side: 128 codes of 4 bits, or 64 of 8."""
 COLUMNS_MULTIPLE = 128
-"""Packed rows have a multiple of so many columns: one block of 4 bits, or two of 8."""
+"""Packed rows have a multiple of so many columns: all of a block, and of a group."""
 ROWS_MULTIPLE = 128
 """Packed weights have a multiple of so many rows, so that tiles need no mask."""
+_MOST_DEPTH = 32  # columns of a product; with more, `sums_of_tile` would need more registers
+_FEWEST_COLUMNS = 16  # of a group, and of a product of the tensor cores
 _NAN_CODE = 0x7F  # of float8_e4m3fn, without its sign
 _ROW_TILE = 32
 
@@ -31,16 +32,16 @@ class Layout:
 
     bits: of a code, 4 or 8. Codes of 5 and 6 bits take 8.
     is_float: whether codes are float8_e4m3fn.
+    is_full: whether codes use all of 8 bits, as integers.
     group: columns that share a scale: 16, 32, 64 or 128.
     center: the code of weight 0, without an offset.
-    is_wide: whether scales are so large that `dequantize` must multiply twice.
     """
 
     bits: int
     is_float: bool
+    is_full: bool
     group: int
     center: int
-    is_wide: bool
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Layout | None:
@@ -48,34 +49,42 @@ class Layout:
         group = COLUMNS_MULTIPLE
         if weight.group < weight.shape[1]:
             group = math.gcd(weight.group, COLUMNS_MULTIPLE)
-        if group < BLOCK_WORDS:
+        if group < _FEWEST_COLUMNS:
             return None
-        bits = 4 if weight.bits == 4 else 8
         is_float = weight.codes.dtype == torch.float8_e4m3fn
-        # `dequantize` multiplies scales by 2^power. The result must be a float32.
-        power = 120 if is_float else 125 + bits
-        is_wide = not bool((weight.scales.numbers().abs() < 2.0 ** (127 - power)).all())
-        return cls(bits, is_float, group, weight.center, is_wide)
+        is_full = weight.bits == 8 and not is_float
+        return cls(4 if weight.bits == 4 else 8, is_float, is_full, group, weight.center)
+
+    @property
+    def depth(self) -> int:
+        """Columns that the kernels multiply at a time."""
+        return min(self.group, _MOST_DEPTH)
+
+    @property
+    def places(self) -> int:
+        """Codes in 16 bits."""
+        return 16 // self.bits
 
     @property
     def constants(self) -> dict[str, int | bool]:
         """Arguments of the kernels, which are compiled for them."""
-        return {name.upper(): value for name, value in asdict(self).items()}
+        return {name.upper(): value for name, value in asdict(self).items()} | {"DEPTH": self.depth}
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """``weight[n, k] = scale[k // group, n] · (code[n, k] - center) + offset[k // group, n]``.
 
-    words: int32 ``[out, columns · bits / 32]``, with rows and columns added up to multiples. Word j
-        of a block has the codes of its columns j, j + 16, j + 32 …, from the lowest bits up.
+    codes: int16 ``[out, columns · bits / 16]``, with rows and columns added up to multiples. Each
+        block of `depth` has the codes of `depth · places` columns. An int16 has, from the lowest
+        bits up, those of columns c, c + depth, c + 2 · depth …. See `_packed` for the order of c.
     scales: float32 ``[groups, out]``; or int32, with a scale in float16 in the lower half and an
         offset in float16 in the upper half.
     offsets: float32 ``[groups, out]``; None: they are with the scales, or all 0.
     """
 
     layout: Layout
-    words: Tensor
+    codes: Tensor
     scales: Tensor
     offsets: Tensor | None
     out_features: int
@@ -92,7 +101,7 @@ class PackedWeight:
         """
         in_features = weights[0].shape[1]
         moved = [weight.to(device) for weight in weights]
-        words = torch.cat([_words(weight.codes, layout.bits) for weight in moved])
+        codes = torch.cat([_packed(weight.codes, layout) for weight in moved])
         scales = torch.cat([_scales(weight, layout) for weight in moved])
         scales = _by_group(scales, layout, in_features)
         offsets = None
@@ -102,15 +111,15 @@ class PackedWeight:
             if _is_half(scales) and _is_half(offsets):
                 scales = torch.stack([scales.half(), offsets.half()], 2).view(torch.int32)[:, :, 0]
                 offsets = None
-        out_features = len(words)
-        words = F.pad(words, (0, 0, 0, -out_features % ROWS_MULTIPLE))
-        return cls(layout, words, scales, offsets, out_features, in_features)
+        out_features = len(codes)
+        codes = F.pad(codes, (0, 0, 0, -out_features % ROWS_MULTIPLE))
+        return cls(layout, codes, scales, offsets, out_features, in_features)
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
         offsets = 0 if self.offsets is None else self.offsets.nbytes
-        return self.words.nbytes + self.scales.nbytes + offsets
+        return self.codes.nbytes + self.scales.nbytes + offsets
 
     def dequantized(self, dtype: torch.dtype, rows: slice | Tensor) -> Tensor:
         """Some rows, by a slice or by their numbers, int64 ``[n]``: ``[n, in]``.
@@ -119,27 +128,30 @@ class PackedWeight:
         """
         ids, start = (rows, 0) if isinstance(rows, Tensor) else (None, rows.start)
         count = rows.stop - start if isinstance(rows, slice) else len(rows)
-        y = torch.empty((count, self.in_features), dtype=dtype, device=self.words.device)
+        y = torch.empty((count, self.in_features), dtype=dtype, device=self.codes.device)
         if y.numel() == 0:
             return y
-        row_words = self.words.shape[1]
-        _dequantize_rows[(cdiv(count, _ROW_TILE), row_words // BLOCK_WORDS)](
-            self.words, self.scales, self.offsets, ids, y,
-            start, count, self.in_features, row_words, self.scales.shape[1],
-            **self.layout.constants, BLOCK_WORDS=BLOCK_WORDS, ROW_TILE=_ROW_TILE, num_warps=2,
+        row_codes = self.codes.shape[1]
+        _dequantize_rows[(cdiv(count, _ROW_TILE), row_codes // self.layout.depth)](
+            self.codes, self.scales, self.offsets, ids, y,
+            start, count, self.in_features, row_codes, self.scales.shape[1],
+            **self.layout.constants, ROW_TILE=_ROW_TILE, num_warps=2,
         )  # fmt: skip
         return y
 
 
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """``[out, in]`` of 8 bits each -> int32 ``[out, words]``."""
+def _packed(codes: Tensor, layout: Layout) -> Tensor:
+    """``[out, in]`` of 8 bits each -> int16 ``[out, columns · bits / 16]``."""
     codes = codes.view(torch.uint8)
     codes = F.pad(codes, (0, -codes.shape[1] % COLUMNS_MULTIPLE))
-    by_place = codes.unflatten(1, (-1, 32 // bits, BLOCK_WORDS))
-    words = torch.zeros_like(by_place[:, :, 0], dtype=torch.int32)
-    for place in range(32 // bits):
-        words |= by_place[:, :, place].int() << (bits * place)
-    return words.flatten(1)
+    by_place = codes.unflatten(1, (-1, layout.places, layout.depth))
+    packed = torch.zeros_like(by_place[:, :, 0], dtype=torch.int32)
+    for place in range(layout.places):
+        packed |= by_place[:, :, place].int() << (layout.bits * place)
+    # A thread of the tensor cores' product needs pairs of columns that are 8 apart: 0, 1, 8, 9, 16,
+    # 17 …. They are neighbours in memory, so that it loads up to 16 bytes at once.
+    pairs: Tensor = packed.to(torch.int16).unflatten(2, (-1, 4, 2))
+    return pairs.transpose(2, 3).flatten(1)
 
 
 def _scales(weight: QuantizedWeight, layout: Layout) -> Tensor:
@@ -175,7 +187,8 @@ def _is_half(numbers: Tensor) -> bool:
 
 @triton.jit
 def load_numbers(scales, offsets, at, CENTER: tl.constexpr, mask=None):
-    """Loads what `dequantize` needs of groups: their scales, and the weight of code 0."""
+    """Scales of groups, and the weights of code 0, if `CENTER` is the code of weight 0 without an
+    offset."""
     scale = tl.load(scales + at, mask)
     if scale.dtype == tl.int32:
         low = (scale >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -189,55 +202,37 @@ def load_numbers(scales, offsets, at, CENTER: tl.constexpr, mask=None):
     return scale, low
 
 
-# A code becomes a float32 by a shift and a mask. Where it lies then, it is the number times
-# 2^-POWER, and mostly denormal. The product with scale · 2^POWER makes up for that. To convert
-# integers would take several times as long, and most of the kernels' instructions are these.
 @triton.jit
-def dequantize(
-    words, scale, low, PLACE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
-    IS_WIDE: tl.constexpr,
-):  # fmt: skip
-    """float32 ``scale · code + low``, with the code that each word has at a place, from 0 up."""
-    POWER: tl.constexpr = 120 if IS_FLOAT else 125 + BITS
-    if IS_FLOAT:
-        # The sign, then copies of it that the mask removes, the exponent's 4 bits, which end where
-        # those of a float32 do, and the mantissa's 3.
-        bits = ((words << (24 - 8 * PLACE)) >> 4) & (0x87F00000 - 0x100000000)
-    else:
-        # The code's highest bit is the exponent's lowest: numbers with an exponent of 1 are as far
-        # apart as denormal ones, and follow them.
-        LEFT: tl.constexpr = 24 - BITS - BITS * PLACE
-        bits = words << LEFT if LEFT >= 0 else words >> -LEFT
-        bits = bits & (((1 << BITS) - 1) << (24 - BITS))
-    codes = bits.to(tl.float32, bitcast=True)
-    if IS_WIDE:
-        return codes * 2.0**100 * (scale * 2.0 ** (POWER - 100)) + low
-    return codes * (scale * 2.0**60 * 2.0 ** (POWER - 60)) + low
+def load_codes(block, mask, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """int16 ``[ROWS, DEPTH]``, with columns in order. block: pointers ``[ROWS, 1]`` to a block."""
+    codes = tl.load(block + tl.arange(0, DEPTH)[None, :], mask)
+    pairs = tl.permute(tl.reshape(codes, ROWS, 4, DEPTH // 8, 2), 0, 2, 1, 3)
+    return tl.reshape(pairs, ROWS, DEPTH)
 
 
 @triton.jit(do_not_specialize=["start", "count"])
 def _dequantize_rows(
-    words, scales, offsets, ids, y, start, count, in_features, row_words, row_scales,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, CENTER: tl.constexpr,
-    IS_WIDE: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROW_TILE: tl.constexpr,
+    codes, scales, offsets, ids, y, start, count, in_features, row_codes, row_scales,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, IS_FULL: tl.constexpr, GROUP: tl.constexpr,
+    CENTER: tl.constexpr, DEPTH: tl.constexpr, ROW_TILE: tl.constexpr,
 ):  # fmt: skip
+    PLACES: tl.constexpr = 16 // BITS
     row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
     block = tl.program_id(1)
-    inner = tl.arange(0, BLOCK_WORDS)
     has_row = row < count
-    # A tile's rows after the last stand for row 0, as words and numbers may end before them.
+    # A tile's rows after the last stand for row 0, as codes and numbers may end before them.
     if ids is None:
         source = tl.where(has_row, start + row, 0).to(tl.int64)
     else:
         source = tl.load(ids + row, has_row, other=0)
-    codes = tl.load(words + source[:, None] * row_words + block * BLOCK_WORDS + inner[None, :])
-    for place in tl.static_range(32 // BITS):
-        begin = block * (32 // BITS * BLOCK_WORDS) + place * BLOCK_WORDS
-        if place * BLOCK_WORDS % GROUP == 0:
+    packed = load_codes(codes + source[:, None] * row_codes + block * DEPTH, None, ROW_TILE, DEPTH)
+    for place in tl.static_range(PLACES):
+        begin = (block * PLACES + place) * DEPTH
+        if place * DEPTH % GROUP == 0:
             numbers = (begin // GROUP).to(tl.int64) * row_scales + source[:, None]
             scale, low = load_numbers(scales, offsets, numbers, CENTER)
-        weight = dequantize(codes, scale, low, place, BITS, IS_FLOAT, IS_WIDE)
-        at = begin + inner
+        weight = exact_codes(packed, place, BITS, IS_FLOAT) * scale + low
+        at = begin + tl.arange(0, DEPTH)
         tl.store(
             y + row.to(tl.int64)[:, None] * in_features + at[None, :],
             weight.to(y.dtype.element_ty), has_row[:, None] & (at < in_features)[None, :],

@@ -42,6 +42,28 @@ def test_every_code_is_dequantized_exactly(bits: int, kernel_device: torch.devic
     torch.testing.assert_close(found.cpu(), weight.dequantized(torch.float32), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["4 bits", "6 bits", "8 bits", "float8"])
+@pytest.mark.parametrize("rows", [16, 17])
+def test_every_code_is_multiplied_exactly(
+    kind: str, rows: int, kernel_device: torch.device
+) -> None:
+    """Rows of x choose columns of the weight, in which every code is."""
+    dtype = torch.float16 if knobs.runtime.interpret else torch.bfloat16
+    bits = 8 if kind == "float8" else int(kind[0])
+    codes = torch.arange(256)[None, :] + 2 * torch.arange(128)[:, None]
+    codes = (codes % 2**bits).to(torch.uint8)
+    if kind == "float8":
+        codes = codes.masked_fill(codes % 128 == 127, 0).view(torch.float8_e4m3fn)  # no NaN
+    center = 0 if kind == "float8" else 2 ** (bits - 1)
+    scales = GroupNumbers(torch.ones(128, 8))
+    weight = QuantizedWeight("codes", codes, bits, 32, scales, center=center)
+    columns = torch.arange(rows) * 13
+    x = torch.nn.functional.one_hot(columns, 256).to(dtype)
+    layer = ops.QuantizedLinear([weight], dtype=dtype, device=kernel_device)
+    y = layer(x.to(kernel_device)).cpu()
+    assert torch.equal(y, weight.dequantized(dtype)[:, columns].t())
+
+
 def test_float8_has_the_values_of_torch(kernel_device: torch.device) -> None:
     codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128)
     codes = codes[:, :127].contiguous()  # the last of each row is NaN

@@ -147,6 +147,18 @@ def _shift(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.write(i.operands[0], x, mask)
 
 
+def _funnel_shift(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """32 of the 64 bits of two words, the lower word first: the upper ones after a shift to the
+    left, or the lower ones after one to the right."""
+    low, high, count = (machine.read(operand, "u32") for operand in i.operands[1:4])
+    if i.parts[2] != "wrap":
+        raise UnknownCode(i.text)
+    both = high.astype(np.uint64) << np.uint64(32) | low
+    count = (count & np.uint32(31)).astype(np.uint64)
+    shifted = both << count >> np.uint64(32) if i.parts[1] == "l" else both >> count
+    machine.write(i.operands[0], shifted.astype(np.uint32), mask)
+
+
 def _bit_field(machine: Machine, i: Instruction, mask: Mask) -> None:
     first, length = int(i.operands[2]), int(i.operands[3])
     x = machine.read(i.operands[1], i.type).astype(np.int64)
@@ -170,6 +182,18 @@ def _permute(machine: Machine, i: Instruction, mask: Mask) -> None:
     result = np.take_along_axis(both, (chosen & 7).astype(np.int64), axis=1)
     result = np.where(chosen & 8, np.where(result & 128, 255, 0), result).astype(np.uint8)
     machine.write(i.operands[0], result.view(np.uint32)[:, 0], mask)
+
+
+def _logic_of_three(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """Any function of three bits; its table is a number, by the bits from the first's down."""
+    x, y, z = (machine.read(operand, i.type) for operand in i.operands[1:4])
+    table = int(i.operands[4], 0)
+    result = np.zeros_like(x)
+    for number in range(8):
+        if table >> number & 1:
+            bits = [one if number & place else ~one for one, place in ((x, 4), (y, 2), (z, 1))]
+            result |= bits[0] & bits[1] & bits[2]
+    machine.write(i.operands[0], result, mask)
 
 
 def _move(machine: Machine, i: Instruction, mask: Mask) -> None:
@@ -230,6 +254,7 @@ ARITHMETIC = {
     "or": partial(_elementwise, np.bitwise_or),
     "xor": partial(_elementwise, np.bitwise_xor),
     "not": partial(_elementwise, np.invert),
+    "lop3": _logic_of_three,
     "mul": _multiply,
     "mad": _multiply,
     "fma": _fused,
@@ -238,6 +263,7 @@ ARITHMETIC = {
     "rsqrt": partial(_approximation, lambda x: 1 / np.sqrt(x), _RSQRT),
     "shl": _shift,
     "shr": _shift,
+    "shf": _funnel_shift,
     "bfe": _bit_field,
     "popc": _count_bits,
     "prmt": _permute,

@@ -19,7 +19,8 @@ WARP = 32
 WARP_GROUP = 4 * WARP
 _REGISTERS = {
     "p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64,
-    "s": np.uint8, "f": np.uint32, "l": np.uint32, "h": np.uint32,  # of inline assembly
+    "s": np.uint8, "f": np.uint32, "l": np.uint32, "h": np.uint32,
+    "w": np.uint32,  # of inline assembly
 }  # fmt: skip
 _ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
 

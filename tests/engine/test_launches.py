@@ -8,6 +8,7 @@ import pytest
 from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
+from fastserve_backend.worker import step_inputs
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from test_gpu_steps import COMMON, MODELS, empty_cache, model_config
@@ -81,7 +82,8 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_kernels_of_a_layer(name: str, tmp_path: Path) -> None:
+def test_kernels_of_a_layer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_inputs, "most_host_bound_tokens", lambda *_: 0)  # decodes alone
     values = GPT_OSS if name == "gpt-oss" else MODELS[name]
     model_config(tmp_path, values)
     config = load_model_config(str(tmp_path), load_format="dummy", dtype="float16")

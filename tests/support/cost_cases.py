@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil, prod
 
 from ahead_of_time import Arguments, CompiledKernel
+from fastserve_kernels.gpu.launch_parameters import next_power_of_2
 from fastserve_kernels.gpu.packed_weight import COLUMNS_MULTIPLE
 from kernel_launches import PACKED, TOKENS
 
@@ -58,15 +59,16 @@ def decode(
     row_bytes = 2 * BATCH * heads * head_dim
 
     def works(kernels: Sequence[CompiledKernel]) -> list[Work]:
-        attend, merge = kernels
-        items, (programs,) = BATCH * splits * kv_heads, attend.grid
+        (kernel,) = kernels
+        items, (programs,) = BATCH * splits * kv_heads, kernel.grid
         kv = 2 * BATCH * context * kv_heads * token_bytes
-        tiles = SPLIT_TOKENS / attend.constants["KEY_TILE"]
-        merges = ceil(splits / merge.constants["SPLIT_TILE"])
-        return [
-            Work(programs, (items / programs, tiles), kv + row_bytes),
-            Work(BATCH * heads, (merges,), row_bytes),
-        ]
+        tiles = SPLIT_TOKENS / kernel.constants["KEY_TILE"]
+        # Whoever ends a row's last split loads tiles of all splits, twice. The last loop looks for
+        # padding.
+        splits_of_tile = kernel.constants["MERGED_ROWS"] // next_power_of_2(heads // kv_heads)
+        merges = ceil(splits / splits_of_tile) / splits
+        trips = (items / programs, tiles, merges, merges, BATCH * kv_heads / programs)
+        return [Work(programs, trips, kv + 2 * row_bytes)]
 
     return Case(
         "paged_decode" + (", cache in INT8" if int8 else ""),

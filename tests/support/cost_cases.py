@@ -10,7 +10,8 @@ from math import ceil, prod
 from ahead_of_time import Arguments, CompiledKernel
 from fastserve_kernels.gpu.launch_parameters import next_power_of_2
 from fastserve_kernels.gpu.packed_weight import COLUMNS_MULTIPLE
-from kernel_launches import PACKED, TOKENS
+from kernel_launches import JOBS, PACKED, TOKENS
+from machine_code import loops
 
 BATCH, SPLIT_TOKENS, PROMPT = 64, 256, 2048
 HIDDEN, WIDE, ROWS = 5120, 20480, 2048
@@ -28,7 +29,7 @@ class Work:
     """
 
     programs: float
-    trips: tuple[float, ...] = ()
+    trips: tuple[float, ...] | None = ()
     memory_bytes: float = 0
     cache_bytes: float = 0
 
@@ -63,11 +64,11 @@ def decode(
         items, (programs,) = BATCH * splits * kv_heads, kernel.grid
         kv = 2 * BATCH * context * kv_heads * token_bytes
         tiles = SPLIT_TOKENS / kernel.constants["KEY_TILE"]
-        # Whoever ends a row's last split loads tiles of all splits, twice. The last loop looks for
-        # padding.
-        splits_of_tile = kernel.constants["MERGED_ROWS"] // next_power_of_2(heads // kv_heads)
-        merges = ceil(splits / splits_of_tile) / splits
-        trips = (items / programs, tiles, merges, merges, BATCH * kv_heads / programs)
+        # One of a row's items merges the row, in two loops.
+        merged_splits = kernel.constants["MERGED_ROWS"] // next_power_of_2(heads // kv_heads)
+        merges = ceil(splits / merged_splits) / splits
+        padding = BATCH * kv_heads / programs
+        trips = (items / programs, tiles, merges, merges, padding)
         return [Work(programs, trips, kv + 2 * row_bytes)]
 
     return Case(
@@ -91,10 +92,13 @@ def prefill(heads: int, kv_heads: int, head_dim: int, measured: dict[str, float]
         rows, keys = kernel.constants["QUERY_TILE"], kernel.constants["KEY_TILE"]
         tiles = PROMPT // rows
         seen_by_all = (tiles - 1) / 2 * rows
+        trips: tuple[float, ...] = (seen_by_all / keys, rows / keys)
+        if len(loops(kernel.code)) == 1:  # both kinds of tiles are in one pipeline
+            trips = (sum(trips),)
         return [
             Work(
                 heads * tiles,
-                (seen_by_all / keys, rows / keys),
+                trips,
                 2 * 2 * PROMPT * (heads + kv_heads) * head_dim,
                 heads * tiles * (seen_by_all + rows) * 2 * 2 * head_dim,
             )
@@ -176,6 +180,26 @@ def rowwise(
     )  # fmt: skip
 
 
+def choose_tokens(vocab: int) -> Case:
+    """By top-k, top-p and min-p. How often the search for the last token passes over a row depends
+    on the data: it counts as one pass."""
+
+    def works(kernels: Sequence[CompiledKernel]) -> list[Work]:
+        row_bytes = BATCH * vocab * 2  # from device memory once, then from the cache
+        return [
+            Work(prod(kernel.grid) * BATCH / JOBS, None, row_bytes if first else 0)
+            for first, kernel in zip((True, False, False), kernels, strict=True)
+        ]
+
+    return Case(
+        "choose_tokens",
+        f"{BATCH} rows of {vocab}",
+        "choose_tokens",
+        {"dtype": "bfloat16", "vocab": vocab},
+        works,
+    )
+
+
 def blocks(function: str, measured: dict[str, float]) -> Case:
     """INT8 blocks for the host: 16 of OPT-13B."""
     heads, head_dim, count = 40, 128, 16
@@ -242,18 +266,17 @@ CASES = [
     prefill(32, 8, 128, {"H100": 103, "H200": 104}),
     prefill(40, 40, 64, {"H100": 71.2, "H200": 71.1}),
     prefill(32, 8, 64, {"H100": 58.1, "H200": 58.9}),
-    int8_linear(1, {}),
-    int8_linear(16, {}),
-    int8_linear(64, {}),
-    quantized_linear("Q4_1", 1, {}),
-    quantized_linear("Q4_1", 16, {}),
-    quantized_linear("Q4_1", 64, {}),
-    quantized_linear("INT4", 16, {}),
-    quantized_linear("Q4_K", 16, {}),
-    quantized_linear("Q6_K", 16, {}),
-    quantized_linear("Q6_K", 64, {}),
-    quantized_linear("FP8", 16, {}),
-    quantized_linear("FP8", 64, {}),
+    int8_linear(1, {"H100": 50.8, "H200": 37.4}),
+    int8_linear(16, {"H100": 51.3, "H200": 40.3}),
+    int8_linear(64, {"H100": 68.5, "H200": 67.6}),
+    quantized_linear("Q4_1", 1, {"H200": 35.3}),
+    quantized_linear("Q4_1", 16, {"H200": 40.7}),
+    quantized_linear("Q4_1", 64, {"H200": 80.6}),
+    quantized_linear("Q4_K", 16, {"H200": 47.1}),
+    quantized_linear("Q6_K", 16, {"H200": 54.1}),
+    quantized_linear("Q6_K", 64, {"H200": 153}),
+    quantized_linear("FP8", 16, {"H200": 46.7}),
+    quantized_linear("FP8", 64, {"H200": 108}),
     quantized_linear("Q4_1", 16, {}, HIDDEN),
     grouped(None),
     grouped("Q4_1"),
@@ -264,6 +287,7 @@ CASES = [
     rowwise("silu_mul", {"size": WIDE}, 3 * 2 * WIDE, {"H100": 88.2, "H200": 61.8}),
     rowwise("kv_write", _KV_HEADS, 4 * 2 * HIDDEN, {"H100": 31.3, "H200": 23}),
     rowwise("rope_kv_write", _HEADS, 6 * 2 * HIDDEN, {"H100": 46.3, "H200": 33.6}),
+    choose_tokens(50272),
     blocks("quantize_blocks", {"H100": 347, "H200": 345}),
     blocks("dequantize_blocks", {"H100": 116, "H200": 83.9}),
 ]  # fmt: skip

@@ -150,10 +150,11 @@ def loops(code: str) -> list[Loop]:
     return [Loop(first, lasts[first]) for first in sorted(lasts)]
 
 
-def costs(code: str, architecture: int, num_warps: int, trips: Sequence[float]) -> Costs:
+def costs(code: str, architecture: int, num_warps: int, trips: Sequence[float] | None) -> Costs:
     """What one program costs.
 
-    trips: how often each of `loops` runs, each time that it is reached.
+    trips: how often each of `loops` runs, each time that it is reached. None: once, where data
+        decide it.
 
     Raises:
         ValueError: the code has another number of loops.
@@ -170,10 +171,12 @@ def costs(code: str, architecture: int, num_warps: int, trips: Sequence[float]) 
     return Costs(cycles, global_bytes)
 
 
-def parts(code: str, trips: Sequence[float]) -> list[tuple[list[Instruction], float]]:
+def parts(code: str, trips: Sequence[float] | None) -> list[tuple[list[Instruction], float]]:
     """The instructions outside of loops, and those of each loop without the loops in it; and how
     often they run. Arguments and errors as of `costs`."""
     found = loops(code)
+    if trips is None:
+        trips = [1.0] * len(found)
     if len(found) != len(trips):
         lengths = [sum(loop.has(one.address) for one in executed(code)) for loop in found]
         raise ValueError(

@@ -30,7 +30,7 @@ PRODUCT_LATENCY = 30
 """Cycles from the end of a `wgmma` to what waits for it."""
 
 
-def program_cycles(code: str, architecture: int, trips: Sequence[float]) -> float:
+def program_cycles(code: str, architecture: int, trips: Sequence[float] | None) -> float:
     """trips and errors: see `machine_code.costs`."""
     return sum(
         runs * _cycles(part, architecture, is_loop=runs > 1) for part, runs in parts(code, trips)

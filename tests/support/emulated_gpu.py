@@ -37,6 +37,8 @@ DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _READ_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 _COPIES = ("_to_copy", "copy_")
+_PRODUCTS = ("mm", "addmm", "bmm", "_addmm_activation")
+"""Operations whose kernels may start early."""
 _Commands = list[tuple[partial[Any], list[Tensor | None]]]
 """A graph's commands, each with its results; None for a result in an argument's memory."""
 
@@ -49,6 +51,7 @@ def emulated_gpu() -> Iterator[EmulatedGPU]:
         pytest.skip("kernels are compiled, for a real GPU")
     asked = (kernel_device.capability, kernel_device.multiprocessors)
     gpu = EmulatedGPU()
+    ptx.driver.earlier_launches.synchronize()
     try:
         with pytest.MonkeyPatch.context() as monkeypatch, torch.inference_mode(), gpu:
             gpu.install(monkeypatch)
@@ -223,20 +226,20 @@ class EmulatedGPU(TorchDispatchMode):
             operation = partial(_zeroed, operation)
         results = self.execute(operation, tensors)
         if name in _COPIES and not all(map(_is_here, tensors)):
-            # A copy from the host starts when all before has ended, and so does what follows.
-            ptx.driver.earlier_launches.synchronize()
-        else:
-            self._note_written(func, results)
+            ptx.driver.earlier_launches.synchronize()  # what follows waits for a copy of the host's
+        elif _has_kernel(func):
+            self._note_written(name, results)
         return results
 
-    def _note_written(self, func: Any, results: Any) -> None:
+    def _note_written(self, name: str, results: Any) -> None:
         """Kernels that start early must not read what this operation computes."""
-        returns = func._schema.returns
-        for result, kind in zip(tree_leaves(results), returns, strict=False):
-            is_view = kind.alias_info is not None and not kind.alias_info.is_write
-            if isinstance(result, DeviceTensor) and not is_view:
+        earlier = ptx.driver.earlier_launches
+        if name not in _PRODUCTS:  # it starts when everything before has ended
+            earlier.synchronize()
+        for result in tree_leaves(results):
+            if isinstance(result, DeviceTensor):
                 storage = result.on_host.untyped_storage()
-                ptx.driver.earlier_launches.note(storage.data_ptr(), storage.nbytes())
+                earlier.note(storage.data_ptr(), storage.nbytes())
 
     def execute(self, operation: partial[Any], arguments: list[Tensor]) -> Any:
         """Runs an operation and returns its results on the device. Within a capture it becomes a
@@ -410,10 +413,8 @@ class _Graph:
             function = operation.func
             if function in (_compiled, _interpreted):
                 names.append(operation.args[0].fn.__name__)
-            elif isinstance(function, torch._ops.OpOverload):
-                name = function._schema.name.removeprefix("aten::")
-                if not function.is_view and "empty" not in name:
-                    names.append(name)
+            elif isinstance(function, torch._ops.OpOverload) and _has_kernel(function):
+                names.append(function._schema.name.removeprefix("aten::"))
         return names
 
     def replay(self) -> None:
@@ -458,6 +459,11 @@ def _cuda_error(code: int) -> torch.cuda.CudaError:
 
 def _zeroed(operation: partial[Tensor]) -> Tensor:
     return operation().zero_()
+
+
+def _has_kernel(function: Any) -> bool:
+    """Whether an operation of torch computes, and not only makes a view or memory."""
+    return not function.is_view and "empty" not in function._schema.name
 
 
 def _on_host(value: Any) -> Any:

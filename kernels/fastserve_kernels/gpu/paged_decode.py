@@ -167,13 +167,8 @@ def _attend_splits(
         queries = query + row.to(tl.int64) * query_row_stride + kv_head * GROUP * query_head_stride
         start = split * SPLIT
         end = tl.minimum(context, start + SPLIT)
-        first_split = 0
         if window is not None:
             start = tl.maximum(start, context - window)
-            first_split = first_visible(context, window) // SPLIT
-        seen_splits = tl.cdiv(context, SPLIT) - first_split
-        if window is not None:
-            seen_splits = tl.where(start < end, seen_splits, 0)
         side_stride = KV_HEADS * HEAD_SIZE
         keys = kv + layer * layer_stride + kv_head * HEAD_SIZE
         if new_keys is not None:
@@ -210,6 +205,11 @@ def _attend_splits(
                 KEY_DIM, PADDED_KEY_DIM, VALUE_DIM, PADDED_VALUE_DIM, BLOCK_SIZE, ROW, INT8,
                 KEY_TILE, NUM_STAGES,
             )  # fmt: skip
+        first_split = 0
+        seen_splits = tl.cdiv(context, SPLIT)
+        if window is not None:
+            first_split = first_visible(context, window) // SPLIT
+            seen_splits = tl.where(split < first_split, 0, seen_splits - first_split)
         out_heads = out + row.to(tl.int64) * out_row_stride + kv_head * GROUP * out_head_stride
         if seen_splits == 1:
             if sinks is not None:
@@ -237,13 +237,13 @@ def _attend_splits(
                     KV_HEADS * GROUP, GROUP, MERGED_ROWS, VALUE_DIM, PADDED_VALUE_DIM,
                 )  # fmt: skip
     # Padding has no items. The last programs, which have the least work, begin.
-    ends = rows * KV_HEADS
-    for index in range(tl.num_programs(0) - 1 - tl.program_id(0), ends, tl.num_programs(0)):
-        row, kv_head = index // KV_HEADS, index % KV_HEADS
+    for row in range(tl.num_programs(0) - 1 - tl.program_id(0), rows, tl.num_programs(0)):
         if tl.load(context_lens + row) == 0:
-            out_heads = row * out_row_stride.to(tl.int64) + kv_head * GROUP * out_head_stride
-            offsets = group_rows[:, None] * out_head_stride + value_dims[None, :]
-            tl.store(out + out_heads + offsets, 0.0, mask=is_output)
+            for first_head in range(0, KV_HEADS * GROUP, MERGED_ROWS):
+                heads = first_head + tl.arange(0, MERGED_ROWS)
+                inside = (heads < KV_HEADS * GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :]
+                offsets = heads[:, None] * out_head_stride + value_dims[None, :]
+                tl.store(out + row * out_row_stride.to(tl.int64) + offsets, 0.0, mask=inside)
 
 
 @triton.jit

@@ -113,6 +113,9 @@ class _Launcher:
         count, at_a_time = width * height * depth, max(1, MOST_THREADS // program.threads)
         order = GlobalOrder(memory.ranges, count) if program.has_atomics else None
         programs = _order_of_programs(count)
+        starts_early = self._metadata.launch_pdl
+        if not starts_early:
+            earlier_launches.synchronize()
         with np.errstate(all="ignore"):
             for first in range(0, count, at_a_time):
                 machine = Machine(
@@ -123,7 +126,7 @@ class _Launcher:
                     memory,
                     self._metadata.shared,
                     order,
-                    earlier_launches if self._metadata.launch_pdl else None,
+                    earlier_launches if starts_early else None,
                 )
                 machine.run(INSTRUCTIONS)
         for written in memory.written:

@@ -9,8 +9,9 @@ from ptx.formats import Array
 
 
 class EarlierLaunches:
-    """Tensors to which something was launched to write since the host last waited for the device. A
-    kernel that starts while earlier ones run must not load from them before it has waited."""
+    """Tensors to which something was launched to write since the last launch that started when all
+    before it had ended. A kernel that starts while earlier ones run must not load from them before
+    it has waited."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, int] = {}  # ends by starts

@@ -5,10 +5,11 @@
     python3 benchmarks/gpu/check.py --tiny               # dry run on a CPU, which measures nothing
 
 Needs torch and triton; a phase that needs more says what is missing, and is skipped. Nothing is
-timed after a wrong result. The JSON is written every few seconds, so a kill loses little. Whole
+timed after a wrong result. The JSON is written every second, so a kill loses little. Whole
 runs are written to benchmarks/results/gpu/ and to docs/performance_gpu.md.
 
-Exit codes: 1 if a result was wrong or the run was interrupted, 2 if nothing could be run.
+Exit codes: 1 if a result was wrong or the run was interrupted, 2 if nothing could be run or the
+JSON could not be written.
 """
 
 from __future__ import annotations
@@ -77,14 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_recorded = is_whole and arguments.output is None and bool(run.machine)
     if is_recorded:
         path = _write(document, RESULTS)
-    print(f"\n{markdown(document)}\nwritten: {path}")
+    print(f"\n{markdown(document)}")
+    if path is not None:
+        print(f"written: {path}")
     if is_recorded:
         print(f"written: {update_docs()}")
     if run.was_interrupted:
         print("INTERRUPTED: later phases did not run")
     if run.wrong_checks:
-        print(f"WRONG: {' and '.join(run.wrong_checks)} failed, so nothing was timed after that")
-    return int(run.was_interrupted or run.wrong_checks != [])
+        print(f"WRONG: {run.wrong_checks}, so nothing was timed after that")
+    if run.was_interrupted or run.wrong_checks:
+        return 1
+    return 2 if path is None else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -130,6 +135,7 @@ class _Run:
         self._commit = arguments.commit or _commit()
         self._versions = _versions()
         self._saving = threading.Lock()
+        self._save_error = ""  # the last one printed
 
     def run_all(self, chosen: Sequence[Phase]) -> None:
         """Runs the phases in their order. Checks run side by side, since they time nothing; each
@@ -147,13 +153,13 @@ class _Run:
             self.was_interrupted = True
 
     @property
-    def wrong_checks(self) -> list[str]:
-        """Names of the checks that ran and did not pass."""
-        return [
-            phase["name"]
+    def wrong_checks(self) -> str:
+        """Checks that ran and did not pass, such as "parity timed out"; empty if all passed."""
+        return " and ".join(
+            f"{phase['name']} {phase['status']}"
             for phase in self.phases
             if phase["is_check"] and phase["status"] in ("failed", "timed out")
-        ]
+        )
 
     def document(self) -> dict[str, Any]:
         """The run's JSON as it stands."""
@@ -172,10 +178,20 @@ class _Run:
             "goals": [goal.evaluate([] if self._arguments.tiny else rows) for goal in GOALS],
         }
 
-    def save(self) -> Path:
-        """Writes the JSON as it stands."""
+    def save(self) -> Path | None:
+        """Writes the JSON as it stands.
+
+        Returns:
+            Its path; None if it could not be written. The run goes on, as it prints its figures.
+        """
         with self._saving:
-            return _write(self.document(), self._arguments.output or APART)
+            try:
+                return _write(self.document(), self._arguments.output or APART)
+            except OSError as error:
+                if str(error) != self._save_error:
+                    _print_line(f"THE JSON IS NOT WRITTEN: {error}")
+                self._save_error = str(error)
+                return None
 
     def _run_side_by_side(self, some: Sequence[Phase]) -> None:
         outcomes = [self._begin(phase) for phase in some]
@@ -213,7 +229,7 @@ class _Run:
             if self.machine:
                 self.save()
         reason = f": {outcome['error']}" if outcome["error"] else ""
-        print(f"{phase.name}: {outcome['status']}, {outcome['seconds']:.0f} s{reason}", flush=True)
+        _print_line(f"{phase.name}: {outcome['status']}, {outcome['seconds']:.0f} s{reason}")
 
     def _reason_to_skip(self, phase: Phase, limit_s: float) -> str | None:
         if self.was_interrupted:
@@ -221,7 +237,7 @@ class _Run:
         if self.no_device is not None:
             return self.no_device
         if self.wrong_checks and not phase.is_check:
-            return f"{' and '.join(self.wrong_checks)} failed, so nothing is timed"
+            return f"{self.wrong_checks}, so nothing is timed"
         if missing := phase.missing_packages():
             return f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
         if limit_s <= GRACE_S:
@@ -229,7 +245,7 @@ class _Run:
         return None
 
     def _run_process(self, phase: Phase, limit_s: float, outcome: dict[str, Any]) -> None:
-        print(f"{phase.name}:", flush=True)
+        _print_line(f"{phase.name}:")
         started_s = time.monotonic()
         records = self._scratch / f"{phase.name}.jsonl"
         records.touch()
@@ -311,6 +327,11 @@ class _Run:
         if self._arguments.tiny:
             return environment | {"TRITON_INTERPRET": "1"}
         return environment | {"XDG_CACHE_HOME": str(self._scratch / "cache")}
+
+
+def _print_line(text: str) -> None:
+    """In one call, so that the lines of two threads do not mix."""
+    print(f"{text}\n", end="", flush=True)
 
 
 def _write(document: Mapping[str, Any], output: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -452,19 +453,77 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_call_ends_with_the_checks_exit_code(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *check.py*) echo wrong; exit 7; esac\n')
+def python_that(check: str, directory: Path) -> Path:
+    """A stand-in for Python, which runs the shell's commands ``check`` in place of check.py."""
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *check.py*) {check}; esac\n')
     python.chmod(0o755)
-    done = lease("a", tmp_path / "output", PYTHON=str(python))
+    return python
+
+
+def test_a_call_ends_with_the_checks_exit_code(tmp_path: Path) -> None:
+    python = python_that("echo wrong; exit 7", tmp_path)
+    done = lease("a", tmp_path / "output", PYTHON=str(python), WHEELS="")
     assert (done.returncode, done.stdout) == (7, "wrong\n")
     assert (tmp_path / "output" / "log.txt").read_text() == "wrong\n"
 
 
-def test_a_call_without_its_wheels_does_not_begin(tmp_path: Path) -> None:
-    done = lease("b", tmp_path, "--tiny", WHEELS=str(tmp_path / "nowhere"))
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WHEELS": "/nowhere"}, "no wheels in /nowhere; benchmarks/gpu/wheels.txt says how"),
+        ({"WHEELS": "{broken}"}, "are not for Python 3"),
+        ({"MINUTES": "2.5"}, "MINUTES=2.5 is not a whole number above 0"),
+        ({"PYTHON": "no-python"}, "no program no-python; set PYTHON"),
+        ({"OUT": "/dev/null/out"}, "cannot write to /dev/null/out; set OUT"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_call_that_cannot_begin_says_why(
+    tmp_path: Path, variables: dict[str, str], message: str
+) -> None:
+    (tmp_path / "broken-1-py2-none-any.whl").touch()
+    values = {name: value.format(broken=tmp_path) for name, value in variables.items()}
+    done = lease("b", tmp_path / "output", "--tiny", **{"WHEELS": ""} | values)
     assert done.returncode == 2
-    assert "wheels.txt says how to fetch them" in done.stderr
+    assert message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_call_ends_the_check(tmp_path: Path, number: int) -> None:
+    noted = tmp_path / "pid"
+    python = python_that(f"echo $$ >{noted}; exec sleep 60", tmp_path)
+    variables = {"PYTHON": str(python), "WHEELS": "", "OUT": str(tmp_path / "output")}
+    call = subprocess.Popen(
+        ["bash", str(ROOT / "benchmarks" / "gpu" / "lease_a.sh")], env=os.environ | variables
+    )
+    try:
+        wait_for(lambda: noted.exists() and noted.read_text().endswith("\n"), 30)
+    finally:
+        call.send_signal(number)
+    call.wait(30)
+    wait_for(lambda: not is_running(int(noted.read_text())), 30)
+
+
+def test_a_full_disk_does_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(_: Any, phase: Any, limit_s: float, records: Path, look: Any) -> int:
+        row = {"table": "copies", "case": {"what": phase.name}, "figures": {"n": 1}, "note": ""}
+        lines = [{"machine": {"name": "a GPU"}}, {"row": row}]
+        records.write_text("\n".join(map(json.dumps, lines)))
+        return 0
+
+    def fail(document: Any, output: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(check._Run, "_exit_code", measure)
+    monkeypatch.setattr(check, "_write", fail)
+    assert check.main(["--only", "machine", "kernels", "--output", str(tmp_path)]) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("THE JSON IS NOT WRITTEN: [Errno 28] No space left on device") == 1
+    assert "| machine | 1 |" in printed
+    assert "| kernels | 1 |" in printed
 
 
 FIRST = "def run(context): context.recorder.row('first', {}, {'n': 1})\n"

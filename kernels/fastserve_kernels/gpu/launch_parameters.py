@@ -181,27 +181,28 @@ LINEAR = {
     ],
 }
 
-# As for `LINEAR`. Two warps have 64 rows of the weight each, since what every warp does with x is
-# then done for many codes, and tiles read x from the L2 cache less often. A tile has 8 rows of x
-# where that is enough, as each row takes instructions to scale its sums. With more than 16, codes
+# As for `LINEAR`. With up to 8 rows two warps have 64 rows of the weight each, since what every warp
+# does with x is then done for many codes, and tiles read x from the L2 cache less often. With up to
+# 16 they have no registers for that, as there are more sums to scale. With more than 16, codes
 # are scaled instead (`widened_codes.scales_codes`). Each choice has as many programs as fit without
 # spilled registers. Formats of floats scale sums at any number of rows, and need more registers.
 # All this was counted in machine code, not measured.
 QUANTIZED = {
     (2, 80): [
         QuantizedParameters(8, 128, 2, 3, 6),
-        QuantizedParameters(16, 128, 2, 3, 4),
+        QuantizedParameters(16, 64, 2, 3, 6),
         QuantizedParameters(64, 128, 8, 3, 2),
     ],
     (4, 80): [QuantizedParameters(16, 64, 4, 3, 4), QuantizedParameters(64, 64, 8, 3, 2)],
     (2, 90): [
         QuantizedParameters(8, 128, 2, 4, 6),
-        QuantizedParameters(16, 128, 2, 3, 4),
+        QuantizedParameters(16, 64, 2, 4, 6),
         QuantizedParameters(64, 128, 4, 3, 3),
     ],
 }
 QUANTIZED_FLOATS = {
     **QUANTIZED,
+    (2, 80): [*QUANTIZED[2, 80][:-1], QuantizedParameters(64, 128, 8, 3, 1)],
     (2, 90): [*QUANTIZED[2, 90][:-1], QuantizedParameters(64, 128, 4, 3, 2)],
 }
 

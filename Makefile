@@ -27,7 +27,7 @@ EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
 .PHONY: help install run serve test test-fast test-all endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
-  perf-analyzer gpu-check check docs format clean
+  perf-analyzer gpu-check check docs costs format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
@@ -37,7 +37,8 @@ help:
 	@echo "make test-all    all combinations of parameters, too; over 40 minutes on two cores"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
-	@echo "make docs    write the tables of docs/configuration.md and docs/models.md"
+	@echo "make docs    write the tables of docs/configuration.md, docs/models.md and docs/gpu.md"
+	@echo "make costs   count what the GPU kernels' machine code costs: budgets, and docs/gpu.md"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
 	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"
 
@@ -98,6 +99,12 @@ check: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python tests/support/configuration_page.py
 	$(BIN)/python tests/support/models_page.py
+	$(BIN)/python tests/support/gpu_page.py
+
+# TRITON: a folder with another version, as `pip install --no-deps --target` makes it.
+costs: $(INSTALLED)
+	PYTHONPATH=$(TRITON) $(BIN)/python tests/support/kernel_costs.py
+	$(BIN)/python tests/support/gpu_page.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

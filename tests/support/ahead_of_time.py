@@ -4,7 +4,8 @@ code needs.
 A launch is a function of `kernel_launches` that calls a launcher with tensors on the "meta" device
 in place of a GPU's. The JIT specialises the kernels as at a real launch, including divisibility by
 16 and the launch parameters (an address on "meta" is 0). Nothing runs.
-`torch.cuda.get_device_capability` returns the architecture.
+`torch.cuda.get_device_capability` returns the architecture, and launchers see the multiprocessors
+of an A100 or an H100.
 
 Each architecture has a process of its own, without the interpreter's environment variable.
 """
@@ -26,6 +27,17 @@ from pathlib import Path
 from typing import Any
 
 Arguments = dict[str, "str | int | bool"]
+
+REGISTERS = 64 * 1024
+REGISTER_UNIT = 8
+"""Registers of a multiprocessor, and the multiple in which a thread gets them."""
+SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}
+RESERVED_SHARED_BYTES = 1024
+"""Shared memory of a multiprocessor in bytes, and the system's part of it for each program."""
+MOST_WARPS, MOST_PROGRAMS = 64, 32
+"""Of a multiprocessor."""
+MULTIPROCESSORS = {80: 108, 90: 132}
+"""Of an A100; of an H100 or an H200."""
 
 _DEADLINE = 240  # seconds for all kernels of an architecture, on a slow machine
 
@@ -53,17 +65,35 @@ class CompiledKernel:
     those of a program. ``instructions`` counts those in the code, memory accesses with their width
     in bits: "LDG.128", "STG.64", "LDGSTS.128", "LDL.32" and "STL.32" (the stack), "HMMA", "HGMMA",
     and "FCHK", with which an IEEE division begins. ``copies_ahead`` is the most groups of LDGSTS
-    that a wait leaves under way. A group is one load of a loop's iteration.
+    that a wait leaves under way. A group is one load of a loop's iteration. ``grid`` and
+    ``constants``, which are the kernel's own (tiles among them), are those of the launch. ``code``
+    is what `machine_code` reads.
     """
 
     name: str
     variant: str
+    architecture: int
+    grid: tuple[int, ...]
+    constants: dict[str, int]
     num_warps: int
     registers: int
     stack_bytes: int
     shared_bytes: int
     instructions: Counter[str]
     copies_ahead: int
+    code: str
+
+    @property
+    def resident_programs(self) -> int:
+        """Programs that a multiprocessor holds at a time."""
+        registers = -(-self.registers // REGISTER_UNIT) * REGISTER_UNIT
+        shared = self.shared_bytes + RESERVED_SHARED_BYTES
+        return min(
+            REGISTERS // (registers * 32 * self.num_warps),
+            SHARED_BYTES[self.architecture] // shared,
+            MOST_WARPS // self.num_warps,
+            MOST_PROGRAMS,
+        )
 
     def count(self, *names: str) -> int:
         """The number of instructions with these names. A name without a width counts all widths."""
@@ -93,15 +123,18 @@ def compile_launches(launches: Sequence[Launch]) -> list[list[CompiledKernel]]:
             if process.returncode != 0:
                 raise RuntimeError(errors)
             for index, kernels in zip(group, json.loads(answer), strict=True):
-                compiled[index] = [
-                    CompiledKernel(**{**kernel, "instructions": Counter(kernel["instructions"])})
-                    for kernel in kernels
-                ]
+                compiled[index] = [_kernel(described) for described in kernels]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     return compiled
+
+
+def _kernel(described: dict[str, Any]) -> CompiledKernel:
+    """From what `_compile` returned, by way of JSON."""
+    instructions, grid = Counter(described["instructions"]), tuple(described["grid"])
+    return CompiledKernel(**{**described, "instructions": instructions, "grid": grid})
 
 
 def _start(launches: Sequence[Launch]) -> subprocess.Popen[str]:
@@ -145,20 +178,28 @@ class _AbsentDriver:
 def _compile(architecture: int, launches: Sequence[tuple[str, Arguments]]) -> list[list[dict]]:
     import kernel_launches
     import torch
+    from fastserve_kernels.gpu import device
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     driver.set_active(_AbsentDriver(architecture))
+    device.INTERPRETED_MULTIPROCESSORS = MULTIPROCESSORS[architecture]
     torch.cuda.get_device_capability = lambda device=None: divmod(architecture, 10)
-    launched: list[Any] = []
+    launched: list[tuple[Any, dict[str, Any]]] = []  # kernels, and what is the launch's own
     run = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> None:
-        launched.append(run(kernel, *args, **{**options, "warmup": True}))
+        compiled = run(kernel, *args, **{**options, "warmup": True})
+        constants = {
+            name: int(value)
+            for name, value in options.items()
+            if name in kernel.arg_names and name.isupper() and isinstance(value, int)
+        }
+        launched.append((compiled, {"grid": options["grid"], "constants": constants}))
 
     JITFunction.run = compile_only
     compiled: dict[str, Any] = {}  # by the hash of what was compiled
-    hashes = []
+    groups = []
     for name, arguments in launches:
         values = {
             key: getattr(torch, value) if key == "dtype" else value
@@ -168,10 +209,10 @@ def _compile(architecture: int, launches: Sequence[tuple[str, Arguments]]) -> li
         getattr(kernel_launches, name)(**values)
         if not launched:
             raise RuntimeError(f"{name} launched nothing")
-        compiled |= {kernel.hash: kernel for kernel in launched}
-        hashes.append([kernel.hash for kernel in launched])
+        compiled |= {kernel.hash: kernel for kernel, _ in launched}
+        groups.append([(kernel.hash, own) for kernel, own in launched])
     described = dict(zip(compiled, _describe(list(compiled.values()), architecture), strict=True))
-    return [[described[one] for one in group] for group in hashes]
+    return [[{**described[hash_], **own} for hash_, own in group] for group in groups]
 
 
 def _describe(kernels: Sequence[Any], architecture: int) -> list[dict[str, Any]]:
@@ -192,26 +233,32 @@ def _describe(kernels: Sequence[Any], architecture: int) -> list[dict[str, Any]]
         {
             "name": kernel.metadata.name,
             "variant": kernel.hash,
+            "architecture": architecture,
             "num_warps": kernel.metadata.num_warps,
             "registers": int(usage["REG"]),
             "stack_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
             "shared_bytes": kernel.metadata.shared,
             "instructions": Counter(_instructions(lines)),
             "copies_ahead": _copies_ahead(lines),
+            "code": lines,
         }
         for kernel, usage, lines in zip(kernels, usages, instructions, strict=True)
     ]
 
 
 def _disassemble(codes: Sequence[bytes], architecture: int, file: Path) -> list[str]:
-    """The instructions of each kernel's code. One file holds all kernels, as the disassembler takes
-    half a second to start."""
-    file.write_bytes(b"".join(codes))
+    """Each kernel's instructions, one a line: address and control bits, in base 16, and the text.
+    One file holds all kernels, as the disassembler takes half a second to start."""
+    code = b"".join(codes)
+    file.write_bytes(code)
     lines = _run("nvdisasm", "--binary", {80: "SM80", 90: "SM90a"}[architecture], file)
     ends = list(accumulate(map(len, codes)))
     found = [""] * len(codes)
-    for address, instruction in re.findall(r"/\*([0-9a-f]+)\*/(.*\n)", lines):
-        found[bisect_right(ends, int(address, 16))] += instruction
+    for written, text in re.findall(r"/\*([0-9a-f]+)\*/\s+(.*?);", lines):
+        address = int(written, 16)
+        # Bits 105 to 125 of an instruction: see `machine_code.Instruction`.
+        control = int.from_bytes(code[address + 8 : address + 16], "little") >> 41 & 0x1FFFFF
+        found[bisect_right(ends, address)] += f"{address:x} {control:x} {text}\n"
     return found
 
 

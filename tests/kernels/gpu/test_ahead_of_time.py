@@ -58,7 +58,7 @@ def rowwise() -> list[Expected]:
 def cache() -> list[Expected]:
     rows = []
     for dtype, kv_heads, head_dim in [
-        ("bfloat16", 12, 64), ("bfloat16", 32, 80), ("bfloat16", 8, 128), ("float16", 40, 128),
+        ("bfloat16", 12, 64), ("float16", 32, 80), ("bfloat16", 8, 128), ("bfloat16", 40, 128),
         ("float32", 8, 128),
     ]:  # fmt: skip
         arguments: Arguments = {"dtype": dtype, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -86,7 +86,7 @@ def cache() -> list[Expected]:
             Expected("dequantize_blocks", arguments, 96, narrow_loads=3),
         ]
     for dtype, heads, kv_heads, head_dim, rotary_dim in [
-        ("bfloat16", 32, 8, 128, 128), ("float16", 9, 3, 64, 64), ("bfloat16", 8, 8, 64, 16)
+        ("bfloat16", 40, 40, 128, 128), ("float16", 9, 3, 64, 64), ("bfloat16", 8, 8, 64, 16)
     ]:  # fmt: skip
         arguments = {
             "dtype": dtype, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,

@@ -15,7 +15,7 @@ _MODIFIERS = frozenset([
     "NaN", "add", "aligned", "approx", "async", "b16", "b32", "b64", "b8", "bf16", "bf16x2", "bfly",
     "ca", "cg", "col", "commit_group", "cta", "eq", "f16", "f16x2", "f32", "fence", "ftz", "full",
     "ge", "global", "gt", "hi", "idx", "le", "lo", "lt", "m16n8k16", "m8n8", "mma_async", "ne",
-    "param", "pred", "proxy", "rn", "row", "rzi", "s16", "s32", "s64", "s8", "shared",
+    "param", "pred", "proxy", "relu", "rn", "row", "rzi", "s16", "s32", "s64", "s8", "shared",
     "shared::cta", "sync", "trans", "u16", "u32", "u64", "uni", "up", "v2", "v4", "wait_group",
     "warp", "wide", "x1", "x2", "x4",
 ])  # fmt: skip

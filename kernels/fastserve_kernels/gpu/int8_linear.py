@@ -50,7 +50,7 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, re
     row_tiles, out_tiles = cdiv(rows, parameters.row_tile), cdiv(out_features, parameters.out_tile)
     steps = cdiv(size, parameters.in_tile)
     columns = parameters.in_tile * steps_of_split(
-        row_tiles * out_tiles, steps, parameters.programs_per_multiprocessor, x.device
+        out_tiles, steps, parameters.programs_per_multiprocessor, x.device
     )
     splits = max(1, cdiv(size, columns))
     sums = y

@@ -55,6 +55,8 @@ class PrefillParameters:
     key_tile: int
     num_warps: int
     num_stages: int
+    overlap: bool
+    """Whether a tile's values are multiplied during the softmax of the next tile."""
 
 
 @dataclass(frozen=True)
@@ -123,20 +125,26 @@ DECODE_GROUPS = {
 }
 # Prefill waits for the tensor cores. On 9.0 two warpgroups of 64 rows each share the tiles of K and
 # V; otherwise the L2 cache would have to deliver more than it can. With head dimension 64 there is
-# room for two programs: one multiplies while the other computes exponentials. Two of the stages
-# load the block table. With fewer than five stages, K and V of the next tile would wait for the end
-# of this one. With head dimension 64 on 8.0 they do wait, but three programs fill that time: tiles
-# small enough for a second buffer would take a third more instructions.
+# room for two programs: one multiplies while the other computes exponentials. With 128 there is
+# room for one, so it does both itself. Its tiles have 128 keys, since a product with 64 columns
+# whose factors are both in shared memory needs all of that memory's bandwidth. A few registers
+# spill, four of them in the loop. With head dimension 256 or two programs there are too few
+# registers to overlap. No GPU has run the overlapping form yet.
+#
+# Without overlap, two of the stages load the block table. With fewer than five stages, K and V of
+# the next tile would wait for the end of this one. With head dimension 64 on 8.0 they do wait, but
+# three programs fill that time: tiles small enough for a second buffer would take a third more
+# instructions.
 PREFILL = {
-    (64, 2, 80): PrefillParameters(64, 64, 4, 3),
-    (128, 2, 80): PrefillParameters(128, 64, 8, 5),
-    (256, 2, 80): PrefillParameters(64, 16, 8, 5),
-    (64, 4, 80): PrefillParameters(32, 32, 8, 1),
-    (128, 4, 80): PrefillParameters(32, 16, 8, 1),
-    (256, 4, 80): PrefillParameters(16, 16, 8, 1),
-    (64, 2, 90): PrefillParameters(128, 64, 8, 5),
-    (128, 2, 90): PrefillParameters(128, 64, 8, 5),
-    (256, 2, 90): PrefillParameters(128, 32, 8, 5),
+    (64, 2, 80): PrefillParameters(64, 64, 4, 3, False),
+    (128, 2, 80): PrefillParameters(128, 64, 8, 5, False),
+    (256, 2, 80): PrefillParameters(64, 16, 8, 5, False),
+    (64, 4, 80): PrefillParameters(32, 32, 8, 1, False),
+    (128, 4, 80): PrefillParameters(32, 16, 8, 1, False),
+    (256, 4, 80): PrefillParameters(16, 16, 8, 1, False),
+    (64, 2, 90): PrefillParameters(128, 64, 8, 5, False),
+    (128, 2, 90): PrefillParameters(128, 128, 8, 3, True),
+    (256, 2, 90): PrefillParameters(128, 32, 8, 5, False),
 }
 
 # The differences for caches in INT8. The widened codes take registers, which leaves room for fewer
@@ -158,8 +166,9 @@ INT8_DECODE_GROUPS = {
 }
 INT8_PREFILL = {
     **PREFILL,
-    (128, 2, 80): PrefillParameters(128, 32, 8, 5),
-    (256, 2, 80): PrefillParameters(64, 16, 4, 3),
+    (128, 2, 80): PrefillParameters(128, 32, 8, 5, False),
+    (256, 2, 80): PrefillParameters(64, 16, 4, 3, False),
+    (128, 2, 90): PrefillParameters(128, 64, 8, 5, False),
 }
 
 # Keys are (bytes of an element of x, architecture). Of each list the first entry for so many rows
@@ -181,27 +190,28 @@ LINEAR = {
     ],
 }
 
-# As for `LINEAR`. Two warps have 64 rows of the weight each, since what every warp does with x is
-# then done for many codes, and tiles read x from the L2 cache less often. A tile has 8 rows of x
-# where that is enough, as each row takes instructions to scale its sums. With more than 16, codes
+# As for `LINEAR`. With up to 8 rows two warps have 64 rows of the weight each, as what every warp
+# does with x is then done for many codes, and tiles read x from the L2 cache less often. With up to
+# 16 they have no registers for that, as there are more sums to scale. With more than 16, codes
 # are scaled instead (`widened_codes.scales_codes`). Each choice has as many programs as fit without
 # spilled registers. Formats of floats scale sums at any number of rows, and need more registers.
 # All this was counted in machine code, not measured.
 QUANTIZED = {
     (2, 80): [
         QuantizedParameters(8, 128, 2, 3, 6),
-        QuantizedParameters(16, 128, 2, 3, 4),
+        QuantizedParameters(16, 64, 2, 3, 6),
         QuantizedParameters(64, 128, 8, 3, 2),
     ],
     (4, 80): [QuantizedParameters(16, 64, 4, 3, 4), QuantizedParameters(64, 64, 8, 3, 2)],
     (2, 90): [
         QuantizedParameters(8, 128, 2, 4, 6),
-        QuantizedParameters(16, 128, 2, 3, 4),
+        QuantizedParameters(16, 64, 2, 4, 6),
         QuantizedParameters(64, 128, 4, 3, 3),
     ],
 }
 QUANTIZED_FLOATS = {
     **QUANTIZED,
+    (2, 80): [*QUANTIZED[2, 80][:-1], QuantizedParameters(64, 128, 8, 3, 1)],
     (2, 90): [*QUANTIZED[2, 90][:-1], QuantizedParameters(64, 128, 4, 3, 2)],
 }
 
@@ -236,8 +246,12 @@ def prefill(
     head_dim: int, element_bytes: int, capability: tuple[int, int], int8: bool
 ) -> PrefillParameters:
     """Parameters of `paged_prefill`; arguments as for `decode`. The query tile does not depend on
-    int8."""
-    return _row(INT8_PREFILL if int8 else PREFILL, head_dim, element_bytes, capability)
+    int8. Padded heads take registers as codes do, so on 9.0 they have the same parameters."""
+    is_padded = head_dim != padded_head_dim(head_dim)
+    parameters = _row(INT8_PREFILL if int8 else PREFILL, head_dim, element_bytes, capability)
+    if parameters.overlap and is_padded:
+        parameters = _row(INT8_PREFILL, head_dim, element_bytes, capability)
+    return parameters
 
 
 def linear(rows: int, element_bytes: int, capability: tuple[int, int]) -> LinearParameters:

@@ -55,45 +55,36 @@ def share_beside_sinks(log_sums, sinks, heads, mask):
 
 
 @triton.jit
-def token_offsets(
-    table, block_stride, positions, first, context,
-    ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def token_offsets(table, block_stride, positions, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Offsets of a head's vectors at these positions, and of their scales in an INT8 cache (see
     `int8_cache`), in elements from the head's place in block 0.
 
-    They are int64, because caches have more than 2^31 elements. MASKED: positions may lie before
-    `first` (unless it is None) or past the context, where table entries mean nothing.
+    They are int64, because caches have more than 2^31 elements.
 
-    ROW: elements of the cache for one token of a head, without a scale.
+    BLOCK_SIZE: a power of two. ROW: elements of the cache for one token of a head, without a scale.
     """
-    if MASKED:
-        inside = positions < context
-        if first is not None:
-            inside &= positions >= first
-        blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
-    else:
-        blocks = tl.load(table + positions // BLOCK_SIZE)
-    starts, places = blocks.to(tl.int64) * block_stride, positions % BLOCK_SIZE
+    blocks = tl.load(table + positions // BLOCK_SIZE)
+    starts, places = blocks.to(tl.int64) * block_stride, positions & (BLOCK_SIZE - 1)
     return starts + places * ROW, starts + (BLOCK_SIZE * ROW + places * 4)
 
 
 @triton.jit
 def load_tokens(
-    head, vectors, scales, used, dtype: tl.constexpr, PADDED_DIM: tl.constexpr,
-    INT8: tl.constexpr, MASKED: tl.constexpr,
+    head, vectors, scales, dtype: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of one head, [tokens, PADDED_DIM], zero where not `used`.
+    """Keys or values of one head, [tokens, PADDED_DIM], zero from DIM on.
 
-    head: the head's place in block 0. vectors, scales: from `token_offsets`. MASKED: as there. With
-    INT8 the result is rounded to `dtype`; otherwise it has the cache's dtype.
+    head: the head's place in block 0. vectors, scales: as from `token_offsets`. With INT8 the
+    result is rounded to `dtype`; otherwise it has the cache's dtype.
     """
     dims = tl.arange(0, PADDED_DIM)
-    tokens = tl.load(head + (vectors[:, None] + dims[None, :]), mask=used, other=0)
+    tokens = head + (vectors[:, None] + dims[None, :])
+    if DIM == PADDED_DIM:
+        tokens = tl.load(tokens)
+    else:
+        tokens = tl.load(tokens, mask=(dims < DIM)[None, :], other=0)
     if INT8:
         of_tokens = tl.load((head + scales).to(tl.pointer_type(tl.float32)))
-        tokens = tokens.to(tl.float32) * of_tokens[:, None]
-        if MASKED:  # where there is no token, the scale may be NaN
-            tokens = tl.where(used, tokens, 0.0)
-        tokens = tokens.to(dtype)
+        tokens = (tokens.to(tl.float32) * of_tokens[:, None]).to(dtype)
     return tokens

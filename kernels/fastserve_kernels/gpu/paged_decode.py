@@ -340,21 +340,15 @@ def _attend_one_head(
     maximum = tl.full([KEY_TILE], NO_SCORE, tl.float32)
     total = tl.zeros([KEY_TILE], tl.float32)
     result = tl.zeros([KEY_TILE, PADDED_VALUE_DIM], tl.float32)
-    is_key = (dims < KEY_DIM)[None, :]
-    is_value = (tl.arange(0, PADDED_VALUE_DIM) < VALUE_DIM)[None, :]
     for tile in tl.range(start, end, KEY_TILE, num_stages=NUM_STAGES):
         positions = tile + tl.arange(0, KEY_TILE)
         within = positions < end
         # Past the end read the last token again: loads run tiles ahead, and a mask would have to be
         # kept until then.
         read = tl.minimum(positions, end - 1)
-        vectors, scales = token_offsets(
-            table, block_stride, read, None, end, ROW, BLOCK_SIZE, False
-        )
-        k = load_tokens(keys, vectors, scales, is_key, tl.float32, PADDED_KEY_DIM, INT8, False)
-        v = load_tokens(
-            values, vectors, scales, is_value, tl.float32, PADDED_VALUE_DIM, INT8, False
-        )
+        vectors, scales = token_offsets(table, block_stride, read, ROW, BLOCK_SIZE)
+        k = load_tokens(keys, vectors, scales, tl.float32, KEY_DIM, PADDED_KEY_DIM, INT8)
+        v = load_tokens(values, vectors, scales, tl.float32, VALUE_DIM, PADDED_VALUE_DIM, INT8)
         scores = tl.sum(q * k.to(tl.float32), axis=1)
         if in_tanh is not None:
             scores = tanh_of(scores, 1.0) * scale
@@ -386,16 +380,12 @@ def _attend_group(
     # One sum for each place of the tile. They are added after the loop, because warps must sync.
     total = tl.zeros([QUERY_ROWS, KEY_TILE], tl.float32)
     result = tl.zeros([QUERY_ROWS, PADDED_VALUE_DIM], tl.float32)
-    is_key = (tl.arange(0, PADDED_KEY_DIM) < KEY_DIM)[None, :]
-    is_value = (tl.arange(0, PADDED_VALUE_DIM) < VALUE_DIM)[None, :]
     for tile in tl.range(start, end, KEY_TILE, num_stages=NUM_STAGES):
         positions = tile + tl.arange(0, KEY_TILE)
         within = positions < end
         read = tl.minimum(positions, end - 1)
-        vectors, scales = token_offsets(
-            table, block_stride, read, None, end, ROW, BLOCK_SIZE, False
-        )
-        k = load_tokens(keys, vectors, scales, is_key, q.dtype, PADDED_KEY_DIM, INT8, False)
+        vectors, scales = token_offsets(table, block_stride, read, ROW, BLOCK_SIZE)
+        k = load_tokens(keys, vectors, scales, q.dtype, KEY_DIM, PADDED_KEY_DIM, INT8)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if in_tanh is not None:
             scores = tanh_of(scores, in_tanh)
@@ -404,7 +394,7 @@ def _attend_group(
         correction = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores * scale - new_maximum[:, None])
         total = total * correction[:, None] + weights
-        v = load_tokens(values, vectors, scales, is_value, q.dtype, PADDED_VALUE_DIM, INT8, False)
+        v = load_tokens(values, vectors, scales, q.dtype, VALUE_DIM, PADDED_VALUE_DIM, INT8)
         result = tl.dot(
             weights.to(v.dtype), v, acc=result * correction[:, None], input_precision="ieee"
         )

@@ -63,7 +63,7 @@ def quantized_linear(
     row_codes = weight.codes.shape[1]
     steps = row_codes * weight.layout.places // COLUMNS_MULTIPLE
     steps_of_program = steps_of_split(
-        row_tiles * out_tiles, steps, parameters.programs_per_multiprocessor, x.device
+        out_tiles, steps, parameters.programs_per_multiprocessor, x.device
     )
     splits = max(1, cdiv(steps, steps_of_program))
     sums = y
@@ -111,7 +111,7 @@ def sums_of_tile(
     ADDS_X: tl.constexpr = (HAS_OFFSETS or BASE != -CENTER) and not SCALES_CODES
     # The tensor cores also add up x: as many rows of ones as there are in a tile for each warp.
     ONES: tl.constexpr = min(16 * NUM_WARPS, OUT_TILE)
-    ones = tl.full([ONES, DEPTH], 1.0, dtype)
+    ones = tl.full([ONES, DEPTH], 1.0, tl.float32).to(dtype)
     inner = tl.arange(0, DEPTH)
     mask = None if has_out is None else has_out[:, None]
     sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)

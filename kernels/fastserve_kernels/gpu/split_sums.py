@@ -22,7 +22,11 @@ _TILE = 1024
 
 def steps_of_split(tiles: int, steps: int, programs: int, device: torch.device) -> int:
     """How many of a tile's steps each of its programs takes, so that multiprocessors run about
-    `programs` at once, and have about the same number of steps each."""
+    `programs` at once, and have about the same number of steps each.
+
+    tiles: of the weight's rows. Tiles of x do not count, so that a layer's variants do not depend
+        on how many there are.
+    """
     count = multiprocessors(device)
     fit = programs * count // tiles
     # Where one fits, two may fit on most multiprocessors. With more than fit, some would wait.

@@ -10,21 +10,23 @@ from ptx.earlier_launches import EarlierLaunches
 from ptx.errors import MachineError, UnknownCode
 from ptx.global_order import GlobalOrder
 from ptx.machine import Machine
-from ptx.memory import GlobalMemory
+from ptx.memory import SHARED_START, GlobalMemory
 from ptx.program import Program
+from ptx.tensor_cores import TENSOR_CORES
 
 THREADS = 64  # two warps
+WARP_GROUP = 128
 NAN = 0xFFFFFFFF
 
 
-def run(code: str, values: np.ndarray) -> None:
+def run(code: str, values: np.ndarray, threads: int = THREADS, shared_bytes: int = 256) -> None:
     """Runs one program whose parameter is the address of ``values``. %r1 is the thread, %rd1 the
-    address of its value, %r2 that of its word in 256 bytes of shared memory. %r3 is the address of
+    address of its value, %r2 that of its word in shared memory. %r3 is the address of
     the word of the thread 32 further, in the other warp."""
     text = f""".visible .entry kernel(
 	.param .u64 .ptr .global .align 1 kernel_param_0
 )
-.reqntid {THREADS}
+.reqntid {threads}
 {{
 	.reg .b32 	%r<9>;
 	ld.param.b64 	%rd0, [kernel_param_0];
@@ -40,9 +42,9 @@ def run(code: str, values: np.ndarray) -> None:
     address = values.ctypes.data
     memory = GlobalMemory([(address, values.nbytes)])
     machine = Machine(
-        Program.parse(text), {"kernel_param_0": address}, (1, 1, 1), range(1), memory, 256
+        Program.parse(text), {"kernel_param_0": address}, (1, 1, 1), range(1), memory, shared_bytes
     )
-    machine.run(ARITHMETIC | DATA_MOVEMENT)
+    machine.run(ARITHMETIC | DATA_MOVEMENT | TENSOR_CORES)
 
 
 PUBLISH = "mov.b32 %r7, 1; setp.eq.s32 %p2, %r1, 0; @%p2 atom.global.gpu.acq_rel.add.u32 %r6,"
@@ -231,6 +233,52 @@ def test_a_copy_is_there_when_it_was_waited_for() -> None:
     )
     assert values[:THREADS].tolist() == [NAN] * THREADS
     assert values[THREADS:].tolist() == [*range(32), *[0] * 32]
+
+
+# A product of %r8 to %r11 with the first 1024 bytes of shared memory, added to %r4 to %r7.
+PRODUCT = (
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+    " {%r4, %r5, %r6, %r7}, {%r8, %r9, %r10, %r11}, %rd2, %p1, 1, 1, 0;"
+)
+FENCE, COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+
+
+def run_products(code: str) -> None:
+    descriptor = 1 << 62 | SHARED_START >> 4
+    operands = (
+        f"mov.b64 %rd2, {descriptor}; setp.ge.s32 %p1, %r1, 0; mov.b32 %r8, 0; mov.b32 %r4, 0;"
+    )
+    run(operands + code, numbers(WARP_GROUP), WARP_GROUP, 1024)
+
+
+def test_products_add_up_without_a_wait_and_are_there_after_it() -> None:
+    touch_all = "mov.b32 %r12, %r4; mov.b32 %r8, 1; bar.sync 0; st.shared.b32 [%r2], %r1;"
+    run_products(
+        f"{FENCE} {PRODUCT} {COMMIT} {PRODUCT} {COMMIT} mov.b32 %r12, %r8;"
+        f"wgmma.wait_group.sync.aligned 0; {touch_all}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (f"{PRODUCT} {COMMIT} mov.b32 %r12, %r4;", "%r4 is the result of a product"),
+        (f"{PRODUCT} {COMMIT} mov.b32 %r4, 0;", "%r4 is the result of a product"),
+        (f"{PRODUCT} {COMMIT} mov.b32 %r8, 1;", "%r8 is an operand of a product"),
+        (
+            f"{PRODUCT} {COMMIT} bar.sync 0; st.shared.b32 [%r2], %r1;",
+            "a product that was not waited for reads",
+        ),
+        (
+            f"{PRODUCT} {COMMIT} wgmma.wait_group.sync.aligned 1; mov.b32 %r12, %r4;",
+            "%r4 is the result of a product",
+        ),
+        (f"mov.b32 %r9, 1; {PRODUCT}", "%r9 was written after the last wgmma.fence"),
+    ],
+)
+def test_products_under_way_are_not_disturbed(code: str, error: str) -> None:
+    with pytest.raises(MachineError, match=error):
+        run_products(FENCE + code)
 
 
 def test_threads_that_part_meet_again() -> None:

@@ -8,5 +8,5 @@ what other warps or copies write to shared memory, and approximate functions are
 of many programs at once. ``EMULATED_GPU=sm_90 pytest tests/kernels/gpu`` uses it.
 
 Not shown: what the assembler makes of PTX (it may fuse a product and a sum), how tensor cores round
-their sums, whether a result of ``wgmma`` or a fence between proxies is waited for, and time.
+their sums, fences between proxies, and time.
 """

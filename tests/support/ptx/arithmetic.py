@@ -64,7 +64,7 @@ def _halves_of(machine: Machine, operand: str, type_name: str) -> Array:
 
 def _least_or_most(machine: Machine, i: Instruction, mask: Mask) -> None:
     """The minimum or maximum of two or three. Numbers win over NaN, unless the name says
-    otherwise."""
+    otherwise. With ``relu`` the result is at least 0."""
     is_least = i.parts[0] == "min"
     if "NaN" in i.parts:
         choose = np.minimum if is_least else np.maximum
@@ -78,7 +78,11 @@ def _least_or_most(machine: Machine, i: Instruction, mask: Mask) -> None:
         of_zeros = -(-x - y) if is_least else x + y
         return np.where((x == 0) & (y == 0), of_zeros, choose(x, y))
 
-    _elementwise(lambda *values: reduce(of_two, values), machine, i, mask)
+    def of_all(*values: Array) -> Array:
+        result = reduce(of_two, values)
+        return np.maximum(result, 0) if "relu" in i.parts else result
+
+    _elementwise(of_all, machine, i, mask)
 
 
 def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:

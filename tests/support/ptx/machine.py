@@ -13,10 +13,12 @@ from ptx.errors import MachineError, UnknownCode
 from ptx.formats import TYPES, UNSIGNED, Array, size_of
 from ptx.global_order import GlobalOrder
 from ptx.memory import SHARED_START, GlobalMemory, SharedMemory
+from ptx.products import Products
 from ptx.program import Instruction, Program
 
 WARP = 32
 WARP_GROUP = 4 * WARP
+NO_GROUPS = np.zeros(0, np.intp)
 _REGISTERS = {
     "p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64,
     "s": np.uint8, "f": np.uint32, "l": np.uint32, "h": np.uint32,
@@ -57,7 +59,8 @@ class Machine:
         self._earlier = earlier
         self.num_programs = len(ids)
         self.threads = len(ids) * program.threads
-        self.shared = SharedMemory(len(ids), shared_bytes, -(-self.threads // WARP_GROUP))
+        self.shared = SharedMemory(len(ids), shared_bytes)
+        self.products = Products(self.shared, -(-self.threads // WARP_GROUP))
         threads = np.arange(self.threads)
         self.program_of = threads // program.threads
         self.warp_of = threads // WARP
@@ -74,6 +77,7 @@ class Machine:
             "%nctaid.y": np.full(self.threads, height),
         }
         self._registers: dict[str, Array] = {}
+        self._executing = np.zeros(self.threads, np.bool_)
         self.alive = np.ones(self.threads, np.bool_)
         self._waited = np.full(self.threads, earlier is None)
 
@@ -102,6 +106,7 @@ class Machine:
             elif operation not in execute:
                 raise UnknownCode(instruction.text)
             elif executing.any():
+                self._executing = executing
                 try:
                     execute[operation](self, instruction, executing)
                 except MachineError as error:
@@ -130,13 +135,15 @@ class Machine:
     def wait_for_earlier(self, mask: Mask) -> None:
         self._waited |= mask
 
-    def read(self, operand: str, type_name: str) -> Array:
-        """Of all threads."""
+    def read(self, operand: str, type_name: str, by_product: bool = False) -> Array:
+        """Of all threads. by_product: a product may add to the results of one under way."""
         dtype = TYPES[type_name]
         if operand in self._special:
             return self._special[operand].astype(np.uint32).view(dtype)
         if not operand.startswith("%"):
             return np.broadcast_to(_constant(operand, type_name), self.threads)
+        if self.products.are_under_way and not by_product:
+            self.products.check_use(operand, self._groups(self._executing))
         register = self.register(operand)
         size = size_of(type_name)
         if register.itemsize != size:  # the lower part
@@ -147,6 +154,13 @@ class Machine:
         """values: of all threads, as wide as the register, or integers that are extended to it."""
         if operand == "_":
             return
+        groups = self._groups(mask) if self.products.are_under_way else NO_GROUPS
+        self.products.check_use(operand, groups)
+        self.products.check_write(operand, groups)
+        self.write_by_product(operand, values, mask)
+
+    def write_by_product(self, operand: str, values: Array, mask: Mask) -> None:
+        """As `write`, to what may be the result of a product under way."""
         register = self.register(operand)
         if values.itemsize < register.itemsize:
             values = values.astype(f"{values.dtype.kind}{register.itemsize}")
@@ -184,6 +198,11 @@ class Machine:
             raise MachineError(f"not by all {size} threads")
         executing: Array = of_groups.all(1)
         return executing
+
+    def _groups(self, mask: Mask) -> Array:
+        """bool: the groups of four warps that have a thread in the mask."""
+        of_groups: Array = np.add.reduceat(mask, range(0, self.threads, WARP_GROUP)) > 0
+        return of_groups
 
     def _guard(self, instruction: Instruction) -> Array:
         if instruction.guard is None:

@@ -80,8 +80,7 @@ class SharedMemory:
     under way reads.
     """
 
-    def __init__(self, num_programs: int, num_bytes: int, num_groups: int) -> None:
-        """num_groups: of four warps, in all programs."""
+    def __init__(self, num_programs: int, num_bytes: int) -> None:
         self._size = num_bytes
         self._pitch = -(-num_bytes // 16) * 16
         size = num_programs * self._pitch
@@ -91,9 +90,6 @@ class SharedMemory:
         self._written_at, self._writer = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._read_at, self._reader = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._products = np.zeros(size, np.int32)  # that read it and were not waited for
-        # Each: places of 16 bytes, the warp group that reads them, and its earlier commits.
-        self._under_way: list[tuple[Array, Array, Array]] = []
-        self._commits = np.zeros(num_groups, np.int32)
 
     def barrier(self, programs: Array) -> None:
         self._barriers[programs] += 1
@@ -136,26 +132,15 @@ class SharedMemory:
         self._bytes[of_bytes] = POISON
         return of_bytes
 
-    def read_by_product(self, places: Array, groups: Array) -> Array:
-        """uint8 [n, 16], which the product of a group of warps reads until it is waited for."""
+    def read_by_product(self, places: Array) -> Array:
+        """uint8 [n, 16], which a product reads until `end_product`."""
         data = self.read(places, 16, np.full(len(places), SEVERAL))
         np.add.at(self._products, _spread(places, 16), 1)
-        self._under_way.append((places, groups, self._commits[groups]))
         return data
 
-    def commit_products(self, groups: Array) -> None:
-        """groups: bool, of all groups. Their products since the last time are waited for as one."""
-        self._commits[groups] += 1
-
-    def wait_for_products(self, groups: Array, count: int) -> None:
-        """Waits until at most ``count`` commits of these groups are under way."""
-        left = []
-        for places, of_groups, at in self._under_way:
-            ended = groups[of_groups] & (at < self._commits[of_groups] - count)
-            np.subtract.at(self._products, _spread(places[ended], 16), 1)
-            if not ended.all():
-                left.append((places[~ended], of_groups[~ended], at[~ended]))
-        self._under_way = left
+    def end_product(self, places: Array) -> None:
+        """places: those of `read_by_product`, or some of them."""
+        np.subtract.at(self._products, _spread(places, 16), 1)
 
     def _of_bytes(self, places: Array, width: int, warps: Array) -> tuple[Array, Array, Array]:
         """Of each of them: its place, the barriers of its program, and the warp."""

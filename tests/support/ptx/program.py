@@ -16,9 +16,9 @@ _MODIFIERS = frozenset([
     "bf16x2", "bfly", "ca", "cg", "col", "commit_group", "cta", "eq", "f16", "f16x2", "f32",
     "fence", "ftz", "full", "ge", "global", "gpu", "gt", "hi", "idx", "l", "launch_dependents",
     "le", "lo", "lt", "m16n8k16", "m8n8", "max", "min", "mma_async", "ne", "param", "pred", "proxy",
-    "r", "rn", "row", "rzi", "s16", "s32", "s64", "s8", "shared", "shared::cta", "sync", "trans",
-    "u16", "u32", "u64", "uni", "up", "v2", "v4", "wait", "wait_group", "warp", "wide", "wrap",
-    "x1", "x2", "x4",
+    "r", "relu", "rn", "row", "rzi", "s16", "s32", "s64", "s8", "shared", "shared::cta", "sync",
+    "trans", "u16", "u32", "u64", "uni", "up", "v2", "v4", "wait", "wait_group", "warp", "wide",
+    "wrap", "x1", "x2", "x4",
 ])  # fmt: skip
 
 

@@ -105,16 +105,18 @@ def _matrix_rows(
 def _multiply_in_group(machine: Machine, i: Instruction, mask: Mask) -> None:
     if i.parts[1] == "wait_group":
         groups = machine.whole_warps(mask, WARP_GROUP)
-        machine.shared.wait_for_products(groups, int(i.operands[0]))
+        machine.products.wait(groups, int(i.operands[0]))
     elif i.parts[1] == "commit_group":
-        machine.shared.commit_products(machine.whole_warps(mask, WARP_GROUP))
+        machine.products.commit(machine.whole_warps(mask, WARP_GROUP))
+    elif i.parts[1] == "fence":
+        machine.products.fence()
     elif i.parts[1] == "mma_async":
         _begin_product(machine, i, mask)
 
 
 def _begin_product(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. The result is ready at once, but the
-    shared memory that it read is in use until a thread waits for it."""
+    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. The result is computed at once, but it
+    and the operands may not be touched until a thread waits for it."""
     shape = re.fullmatch(r"m64n(\d+)k16", i.parts[4])
     target, a, b, adds, *signs_and_layouts = i.operands
     if shape is None or i.parts[5] != "f32" or signs_and_layouts[:2] != ["1", "1"]:
@@ -129,14 +131,15 @@ def _begin_product(machine: Machine, i: Instruction, mask: Mask) -> None:
     right = _shared_operand(machine, b, int(shape[1]), is_transposed[-1], half, executing)
     product = left @ right.swapaxes(1, 2)
     keeps = machine.read(adds, "pred")
+    machine.products.start(executing, vector(target), vector(a) if a.startswith("{") else [])
     rows = np.arange(_GROUP_WARPS)[:, None] * 16 + _ROWS
     for place, register in enumerate(vector(target)):
         values = np.empty((len(executing), _GROUP_WARPS, WARP), np.float32)
         values[executing] = product[
             :, rows + place % 4 // 2 * 8, place // 4 * 8 + _COLUMNS + place % 2
         ]
-        before = np.where(keeps, machine.read(register, "f32"), np.float32(0))
-        machine.write(register, with_one_nan(before + values.ravel()), mask)
+        before = np.where(keeps, machine.read(register, "f32", by_product=True), np.float32(0))
+        machine.write_by_product(register, with_one_nan(before + values.ravel()), mask)
 
 
 def _shared_operand(
@@ -168,7 +171,7 @@ def _shared_operand(
     )
     places = machine.shared.places(addresses.ravel(), programs.ravel(), 16)
     groups = np.broadcast_to(np.flatnonzero(executing)[:, None, None], addresses.shape)
-    data = machine.shared.read_by_product(places, groups.ravel())
+    data = machine.products.read_shared(places, groups.ravel())
     units = decoded(data.view(np.uint16), half).reshape(*addresses.shape, 8)
     if is_transposed:
         units = units.swapaxes(2, 3)

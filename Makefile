@@ -114,7 +114,7 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/support/models_page.py
 	$(BIN)/python tests/support/gpu_page.py
 
-# TRITON: a folder with another version, as `pip install --no-deps --target` makes it.
+# TRITON: a folder with another version, such as $(VENV)/gpu-machine/packages.
 costs: $(INSTALLED)
 	PYTHONPATH=$(TRITON) $(BIN)/python tests/support/kernel_costs.py
 	$(BIN)/python tests/support/gpu_page.py

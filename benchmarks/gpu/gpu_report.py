@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def update_docs(results: Path = RESULTS, docs: Path = DOCS) -> Path:
     """Writes the section between the two markers anew; returns ``docs``.
 
     Raises:
-        ReportError: a marker is missing, or a file has another schema or comes from a dry run.
+        ReportError: a marker is missing, or a file is no JSON, has another schema or comes from a
+            dry run.
     """
     text = docs.read_text(encoding="utf-8")
     begin, end = text.find(BEGIN), text.find(END)
@@ -53,17 +55,20 @@ def all_markdown(results: Path = RESULTS) -> str:
     Raises:
         ReportError: as ``update_docs``.
     """
-    documents = [
-        (path, json.loads(path.read_text("utf-8"))) for path in sorted(results.glob("*.json"))
-    ]
-    for path, document in documents:
+    documents = []
+    for path in sorted(results.glob("*.json")):
+        try:
+            document = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ReportError(f"{path}: is no JSON ({error}); remove it") from None
         if document.get("schema") != SCHEMA:
             raise ReportError(
                 f"{path}: schema is {document.get('schema')}, not {SCHEMA}; run again"
             )
         if document["dry_run"]:
             raise ReportError(f"{path}: is of a dry run, which measures nothing; remove it")
-    return "\n\n".join(markdown(document) for _, document in documents) or NO_RUN
+        documents.append(document)
+    return "\n\n".join(map(markdown, documents)) or NO_RUN
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -155,4 +160,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(f"written: {update_docs()}")
+    try:
+        print(f"written: {update_docs()}")
+    except ReportError as error:
+        sys.exit(str(error))

@@ -251,6 +251,9 @@ def test_documentation_takes_whole_runs_on_gpus_alone(
     path.write_text(json.dumps(dry_run | {"schema": 0}))
     with pytest.raises(report.ReportError, match="schema is 0, not 1"):
         report.update_docs(results, docs)
+    path.write_text("{")
+    with pytest.raises(report.ReportError, match="is no JSON"):
+        report.update_docs(results, docs)
     path.write_text(json.dumps(dry_run | {"dry_run": False}))
     report.update_docs(results, docs)
     assert "**Paged decode**" in docs.read_text()

@@ -110,13 +110,17 @@ class CausalLM(ABC):
         """What `forward` returns: hidden states; in the last stage `logits`, if `sampled` asks."""
         if sampled is None or not self._part.is_last:
             return hidden
-        if len(sampled) != len(hidden):
-            hidden = ops.lookup_rows(hidden, sampled)  # a prefill needs only its last token's
-        return self.logits(hidden)
+        return self.logits(hidden, sampled)
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        """Logits of rows of the last stage's hidden states: [R, hidden] -> [R, vocab].
-        None if there are no rows, and on all ranks of the stage but the first."""
+    def logits(self, hidden: Tensor, sampled: Tensor | None = None) -> Tensor | None:
+        """Logits of rows of the last stage's hidden states: [T, hidden] -> [R, vocab].
+        None if there are no rows, and on all ranks of the stage but the first.
+
+        Args:
+            sampled: int64 [R], in ascending order: the rows; None: all.
+        """
+        if sampled is not None and len(sampled) != len(hidden):
+            hidden = ops.lookup_rows(hidden, sampled)  # a prefill needs only its last token's
         return self._head(hidden) if len(hidden) else None
 
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:

@@ -148,7 +148,8 @@ class ModelRunner:
         elif step.prompt_rows:
             hidden = self._hidden_states(inputs, received)
             prompts = score_prompts(hidden, step.prompt_rows, self._model.logits, self._vocab_size)
-            tokens = self._sample(StepOutput(logits=self._logits(hidden, inputs)), step, inputs)
+            output = StepOutput(logits=self._model.logits(hidden, inputs.sampled))
+            tokens = self._sample(output, step, inputs)
         else:
             output = self._run_model(inputs, received, is_greedy=step.sampling is None)
             tokens = self._sample(output, step, inputs)
@@ -193,7 +194,7 @@ class ModelRunner:
             return StepOutput(hidden=output.hidden.clone())
         hidden = self._hidden_states(inputs, received)
         if self._place.is_last_stage:
-            return StepOutput(logits=self._logits(hidden, inputs))
+            return StepOutput(logits=self._model.logits(hidden, inputs.sampled))
         # A graph may run again before these activations have been sent.
         return StepOutput(hidden=hidden if inputs.size is None else hidden.clone())
 
@@ -204,12 +205,6 @@ class ModelRunner:
         hidden = self._forward(inputs, received)
         assert hidden is not None  # no logits are asked for
         return hidden
-
-    def _logits(self, hidden: Tensor, inputs: StepTensors) -> Tensor | None:
-        """See `CausalLM.logits`: of the rows that get a token."""
-        if inputs.num_sampled < inputs.num_tokens:
-            hidden = ops.lookup_rows(hidden, inputs.sampled)
-        return self._model.logits(hidden)
 
     def _forward(self, inputs: StepTensors, received: Tensor | None) -> Tensor | None:
         return self._model.forward(

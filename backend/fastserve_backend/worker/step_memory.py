@@ -6,7 +6,6 @@ import gc
 
 import numpy as np
 import torch
-from fastserve_kernels import ops
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -86,7 +85,7 @@ def run_largest_step(
     assert hidden is not None
     all_rows = PromptRows(job=0, first_row=0, token_ids=bytes(4 * len(hidden)), num_top=1)
     score_prompts(hidden, [all_rows], model.logits, config.vocab_size)
-    logits = model.logits(ops.lookup_rows(hidden, tensors.sampled))
+    logits = model.logits(hidden, tensors.sampled)
     if logits is not None:
         costliest = _costliest_sampling(limits.max_jobs, config.vocab_size)
         # On a GPU this compiles the kernels that choose from logits of the model's type, and those

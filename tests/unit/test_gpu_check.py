@@ -691,7 +691,8 @@ OF_OTHERS = {"cuda", "cython_runtime", "mpmath", "sympy", "torchgen", "tqdm", "t
 @pytest.mark.parametrize(
     "names",
     [
-        ("machine", "correctness", "kernels", "flex"),
+        ("machine", "kernels", "flex"),
+        ("correctness",),
         ("swap",),
         ("step", "serving", "strategies", "limit_128"),
     ],

@@ -92,10 +92,10 @@ perf-analyzer: $(INSTALLED)
 # Apart from the installation: what the calls of docs/gpu.md find on a GPU machine, and their wheels.
 gpu-machine: $(VENV)/gpu-machine
 
-$(VENV)/gpu-machine: benchmarks/gpu/machine.txt benchmarks/gpu/wheels.txt | $(INSTALLED)
+$(VENV)/gpu-machine: benchmarks/gpu/versions.txt benchmarks/gpu/wheels.txt | $(INSTALLED)
 	rm -rf $@ $@.new
 	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --no-deps --no-compile \
-	  --target $@.new/packages --requirement benchmarks/gpu/machine.txt
+	  --target $@.new/packages --requirement benchmarks/gpu/versions.txt
 	$(BIN)/pip download --quiet --disable-pip-version-check --retries 1 --no-deps --only-binary :all: \
 	  --dest $@.new/wheels --requirement benchmarks/gpu/wheels.txt
 	mv $@.new $@ && touch $@

@@ -126,7 +126,7 @@ def test_the_other_call_has_the_other_phases(call_b: dict[str, Any]) -> None:
 def test_calls_run_with_the_versions_of_a_gpu_machine(dry_run: dict[str, Any]) -> None:
     if not GPU_MACHINE.is_dir():
         pytest.skip("`make gpu-machine` was not run, or failed: other versions were tried")
-    wanted = (ROOT / "benchmarks" / "gpu" / "machine.txt").read_text().splitlines()
+    wanted = (ROOT / "benchmarks" / "gpu" / "versions.txt").read_text().splitlines()
     pairs = dict(line.split("==") for line in wanted if not line.startswith("#"))
     assert pairs.keys() == {"triton", "numpy"}
     assert {name: dry_run["versions"][name] for name in pairs} == pairs

@@ -97,7 +97,8 @@ def _decode_shape(context: Context, heads: int, kv_heads: int, head_dim: int) ->
     return Shape(heads, kv_heads, head_dim, BATCH, splits * SPLIT_TOKENS)
 
 
-def _dtype(context: Context) -> torch.dtype:
+def dtype_of(context: Context) -> torch.dtype:
+    """Of queries, keys and values."""
     # Triton's interpreter multiplies bfloat16 matrices wrongly.
     return torch.float16 if context.tiny else torch.bfloat16
 
@@ -116,7 +117,7 @@ class Decode:
 
 def time_decode(context: Context, shape: Shape, int8: bool = False) -> Decode:
     """int8: the cache is in INT8."""
-    device, dtype = context.device.torch_device, _dtype(context)
+    device, dtype = context.device.torch_device, dtype_of(context)
     blocks_of_job = -(-shape.context // BLOCK_SIZE)
     num_blocks = shape.batch * blocks_of_job
     context.device.free()
@@ -218,7 +219,7 @@ def _int8_decode(context: Context, shape: Shape, seconds: float, read_bytes_s: f
 
 def time_prefill(context: Context, shape: Shape) -> Timing:
     """Our kernel on a prompt."""
-    device, dtype = context.device.torch_device, _dtype(context)
+    device, dtype = context.device.torch_device, dtype_of(context)
     tokens = shape.context
     num_blocks = -(-tokens // BLOCK_SIZE)
     scale = shape.head_dim**-0.5
@@ -265,7 +266,7 @@ def plain_loops() -> Iterator[None]:
 
 
 def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
-    device, dtype, tokens = context.device.torch_device, _dtype(context), shape.context
+    device, dtype, tokens = context.device.torch_device, dtype_of(context), shape.context
     timing = time_prefill(context, shape)
     with plain_loops():
         plain = time_prefill(context, shape)

@@ -83,29 +83,22 @@ def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
-def decode_step(step_id: int, batch: int, context: int) -> Step:
+def decode_step(step_id: int, batch: int, context: int, prompt: int = 0) -> Step:
     """A greedy step of one token for each of ``batch`` jobs, which attends to ``context`` tokens.
 
     The jobs' blocks lie scattered among the first ``batch * blocks_of(context)``.
+
+    Args:
+        prompt: tokens of one more job's prompt, in the blocks after those; 0: there is none.
     """
     count = blocks_of(context)
     generator = torch.Generator().manual_seed(1)
     tables = torch.randperm(batch * count, generator=generator).view(batch, count).tolist()
-    return Step.of(
-        step_id, [(context - 1, [FIRST_TOKEN + job], table) for job, table in enumerate(tables)]
-    )
-
-
-def mixed_step(step_id: int, batch: int, context: int, prompt: int) -> Step:
-    """A `decode_step` with one more job, a prompt of so many tokens, in the blocks after theirs."""
-    count = blocks_of(context)
-    jobs = [
-        (context - 1, [FIRST_TOKEN + job], list(range(job * count, (job + 1) * count)))
-        for job in range(batch)
-    ]
-    tokens = [FIRST_TOKEN + place for place in range(prompt)]
-    table = list(range(batch * count, batch * count + blocks_of(prompt)))
-    return Step.of(step_id, [*jobs, (0, tokens, table)])
+    jobs = [(context - 1, [FIRST_TOKEN + job], table) for job, table in enumerate(tables)]
+    if prompt:
+        tokens = [FIRST_TOKEN + place for place in range(prompt)]
+        jobs.append((0, tokens, [batch * count + block for block in range(blocks_of(prompt))]))
+    return Step.of(step_id, jobs)
 
 
 @contextmanager

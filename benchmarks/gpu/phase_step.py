@@ -25,7 +25,6 @@ from benchmarks.gpu.decode_steps import (
     blocks_of,
     decode_step,
     load,
-    mixed_step,
     steps_ahead,
 )
 from benchmarks.gpu.phase_context import Context
@@ -95,7 +94,7 @@ def _steps(
             },
         )
         seconds[batch] = timing.seconds
-    _mixed(context, label, model.runner, mixed_step(len(batches), mixed_batch, tokens, prompt))
+    _mixed(context, label, model.runner, decode_step(len(batches), mixed_batch, tokens, prompt))
     return model.config, seconds
 
 

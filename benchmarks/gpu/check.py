@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run.was_interrupted:
         print("INTERRUPTED: later phases did not run")
     if run.wrong_checks:
-        print(f"WRONG: {run.wrong_checks}, so nothing was timed after that")
+        print(f"STOPPED: {run.wrong_checks}, so nothing was timed after that")
     if run.was_interrupted or run.wrong_checks:
         return 1
     return 2 if path is None else 0
@@ -265,7 +265,9 @@ class _Run:
         elif self.was_interrupted:
             outcome["status"], outcome["error"] = "interrupted", "the run was interrupted"
         elif code is None:
-            outcome["status"], outcome["error"] = "timed out", f"was ended after {limit_s:.0f} s"
+            more = "; --minutes gives it more" if limit_s < phase.limit_here_s else ""
+            outcome["status"] = "timed out"
+            outcome["error"] = f"was ended after {limit_s:.0f} s{more}"
         else:
             outcome["status"] = "failed"
             outcome["error"] = outcome["error"] or f"its process ended with {code}"

@@ -321,6 +321,7 @@ def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     (phase,) = json.loads(path.read_text())["phases"]
     assert (phase["status"], phase["error"]) == ("timed out", "was ended after 0 s")
+    assert "STOPPED: correctness timed out" in done.stdout
 
 
 def test_what_was_measured_outlives_the_device(
@@ -598,7 +599,7 @@ def test_nothing_is_timed_after_a_wrong_result(tmp_path: Path) -> None:
     first = phases_of(tmp_path, ("wrong", IS_WRONG, True), ("first", FIRST, False))
     done = run("--tiny", "--output", str(tmp_path / "output"), first=first)
     assert done.returncode == 1
-    assert "WRONG: wrong failed" in done.stdout
+    assert "STOPPED: wrong failed" in done.stdout
     (path,) = (tmp_path / "output").iterdir()
     found = [(one["status"], one["error"]) for one in json.loads(path.read_text())["phases"]]
     assert found == [

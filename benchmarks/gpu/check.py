@@ -73,16 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if all(phase["status"] == "skipped" for phase in run.phases):
         print("nothing was run")
         return 2
-    document, path = run.document(), run.save()
     is_whole = arguments.only is None and not (arguments.tiny or run.was_interrupted)
     is_recorded = is_whole and arguments.output is None and bool(run.machine)
-    if is_recorded:
-        path = _write(document, RESULTS)
-    print(f"\n{markdown(document)}")
+    path = run.save(RESULTS if is_recorded else None)
+    print(f"\n{markdown(run.document())}")
     if path is not None:
         print(f"written: {path}")
-    if is_recorded:
-        print(f"written: {update_docs()}")
+        if is_recorded:
+            print(f"written: {update_docs()}")
     if run.was_interrupted:
         print("INTERRUPTED: later phases did not run")
     if run.wrong_checks:
@@ -178,15 +176,18 @@ class _Run:
             "goals": [goal.evaluate([] if self._arguments.tiny else rows) for goal in GOALS],
         }
 
-    def save(self) -> Path | None:
+    def save(self, output: Path | None = None) -> Path | None:
         """Writes the JSON as it stands.
+
+        Args:
+            output: by default the run's own folder.
 
         Returns:
             Its path; None if it could not be written. The run goes on, as it prints its figures.
         """
         with self._saving:
             try:
-                return _write(self.document(), self._arguments.output or APART)
+                return _write(self.document(), output or self._arguments.output or APART)
             except OSError as error:
                 if str(error) != self._save_error:
                     _print_line(f"THE JSON IS NOT WRITTEN: {error}")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 import torch
 from fastserve_kernels.attention_rule import AttentionRule
+from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
 from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
@@ -247,9 +250,25 @@ def time_prefill(context: Context, shape: Shape) -> Timing:
     return context.device.time(calls)
 
 
+@contextmanager
+def plain_loops() -> Iterator[None]:
+    """Within it prefill has the tiles of an INT8 cache, whose products never overlap a softmax."""
+
+    def without_overlap(
+        head_dim: int, element_bytes: int, capability: tuple[int, int], int8: bool
+    ) -> launch_parameters.PrefillParameters:
+        return chosen(head_dim, element_bytes, capability, int8=True)
+
+    chosen = launch_parameters.prefill
+    with mock.patch.object(launch_parameters, "prefill", without_overlap):
+        yield
+
+
 def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
     device, dtype, tokens = context.device.torch_device, _dtype(context), shape.context
     timing = time_prefill(context, shape)
+    with plain_loops():
+        plain = time_prefill(context, shape)
 
     def sdpa(backend: SDPBackend | None) -> Call:
         sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -270,6 +289,7 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
             "spread": timing.spread,
             "TFLOP/s": flops_s / 1e12,
             "share of GEMM rate": flops_s / gemm_flops_s,
+            "× plain loops": plain.seconds / timing.seconds,
             **ratios,
         },
         note,

@@ -52,8 +52,13 @@ def load(
     num_blocks: int,
     max_batch: int,
     quantization: Quantization | None = None,
+    max_tokens: int | None = None,
 ) -> LoadedModel:
-    """Loads a model with ``num_blocks`` of KV, for decode steps of up to ``max_batch`` jobs."""
+    """Loads a model with ``num_blocks`` of KV, for steps of up to ``max_batch`` jobs.
+
+    Args:
+        max_tokens: of a step; by default a token a job.
+    """
     device = context.device.torch_device
     config = load_model_config(
         model_of(context, name),
@@ -68,7 +73,9 @@ def load(
         kv = torch.empty(shape, dtype=torch_dtype(config), device=device)
         for block in kv:  # one at a time, because the generator needs memory too
             block.normal_()
-    limits = StepLimits(max_batch, max_batch, config.max_model_len)
+    limits = StepLimits(
+        max_tokens=max_tokens or max_batch, max_jobs=max_batch, max_model_len=config.max_model_len
+    )
     return LoadedModel(config, kv, ModelRunner(model, config, kv, device, limits))
 
 
@@ -87,6 +94,18 @@ def decode_step(step_id: int, batch: int, context: int) -> Step:
     return Step.of(
         step_id, [(context - 1, [FIRST_TOKEN + job], table) for job, table in enumerate(tables)]
     )
+
+
+def mixed_step(step_id: int, batch: int, context: int, prompt: int) -> Step:
+    """A `decode_step` with one more job, a prompt of so many tokens, in the blocks after theirs."""
+    count = blocks_of(context)
+    jobs = [
+        (context - 1, [FIRST_TOKEN + job], list(range(job * count, (job + 1) * count)))
+        for job in range(batch)
+    ]
+    tokens = [FIRST_TOKEN + place for place in range(prompt)]
+    table = list(range(batch * count, batch * count + blocks_of(prompt)))
+    return Step.of(step_id, [*jobs, (0, tokens, table)])
 
 
 @contextmanager

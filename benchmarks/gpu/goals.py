@@ -106,5 +106,7 @@ GOALS = (
          at_most=True, percent=True),
     Goal("whole decode step over its floor, OPT-13B", "decode step", "× floor", 1.22, 1.10,
          {"model": "opt-13b"}, at_most=True),
+    Goal("step with a prompt, host's time over the GPU's", "step with a prompt", "host over GPU",
+         0.70, 0.40, {}, at_most=True, percent=True),
     Goal("host gap between steps, batch 64, ms", "host gap", "ms", 0.5, 0.15, {}, at_most=True),
 )  # fmt: skip

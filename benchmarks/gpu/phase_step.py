@@ -1,6 +1,6 @@
 """Phase "step": whole decode steps of a rank over their floor, each sent while the one before it
-runs, as in serving; beside a hand-written loop; the gap between two of them; and the choice of
-their tokens."""
+runs, as in serving; beside a hand-written loop; the gap between two of them; the host's work on a
+step with a prompt; and the choice of tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
 from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.worker.model_runner import ModelRunner
 
 from benchmarks.gpu import sampling_speed
 from benchmarks.gpu.ceilings import read_rate
-from benchmarks.gpu.decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
+from benchmarks.gpu.decode_steps import (
+    FIRST_TOKEN,
+    blocks_of,
+    decode_step,
+    load,
+    mixed_step,
+    steps_ahead,
+)
 from benchmarks.gpu.phase_context import Context
 from benchmarks.gpu.random_models import MODELS, engine_config, largest_model
 from benchmarks.gpu.static_loop import StaticLoop, StaticModel
@@ -27,6 +35,7 @@ from benchmarks.replay import run_jobs
 
 CONTEXT = 512
 BATCHES = (1, 16, 64)
+MIXED_BATCH, MIXED_PROMPT = 32, 224
 REPEATS = 40
 GAP_BATCH, GAP_PROMPT, GAP_TOKENS = 64, 256, 128
 
@@ -59,7 +68,11 @@ def _steps(
     """Returns the model's configuration, and the seconds of a step of each batch size."""
     tokens, batches = (32, (1, 2)) if context.tiny else (CONTEXT, BATCHES)
     seconds: dict[int, float] = {}
-    model = load(context, name, max(batches) * blocks_of(tokens), max(batches), quantization)
+    mixed_batch, prompt = (1, 20) if context.tiny else (MIXED_BATCH, MIXED_PROMPT)
+    num_blocks = max(batches) * blocks_of(tokens)
+    model = load(
+        context, name, num_blocks, max(batches), quantization, max_tokens=mixed_batch + prompt
+    )
     label = name if quantization is None else f"{name}, {quantization}"
     for number, batch in enumerate(batches):
         step = decode_step(number, batch, tokens)
@@ -82,7 +95,26 @@ def _steps(
             },
         )
         seconds[batch] = timing.seconds
+    _mixed(context, label, model.runner, mixed_step(len(batches), mixed_batch, tokens, prompt))
     return model.config, seconds
+
+
+def _mixed(context: Context, label: str, runner: ModelRunner, step: Step) -> None:
+    """How long the host takes to launch a step with a prompt, and the device to compute it. If the
+    host takes longer, it is the bound."""
+    hosts, devices = [], []
+    for _ in range(3 + REPEATS):
+        started_s = time.perf_counter()
+        launched = runner.launch(step)
+        hosts.append(time.perf_counter() - started_s)
+        assert launched is not None, "a rank alone answers"
+        devices.append(launched.watch.seconds())
+    host_s, device_s = statistics.median(hosts[3:]), statistics.median(devices[3:])
+    context.recorder.row(
+        "step with a prompt",
+        {"model": label, "decodes": step.num_decodes, "tokens": len(step.token_ids) // 4},
+        {"host, ms": host_s * 1e3, "GPU, ms": device_s * 1e3, "host over GPU": host_s / device_s},
+    )
 
 
 @torch.inference_mode()

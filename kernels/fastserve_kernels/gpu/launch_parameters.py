@@ -190,8 +190,8 @@ LINEAR = {
     ],
 }
 
-# As for `LINEAR`. With up to 8 rows two warps have 64 rows of the weight each, as what every warp
-# does with x is then done for many codes, and tiles read x from the L2 cache less often. With up to
+# As for `LINEAR`. With up to 8 rows two warps have 64 rows of the weight each. So what every warp
+# does with x is done for many codes, and tiles read x from the L2 cache less often. With up to
 # 16 they have no registers for that, as there are more sums to scale. With more than 16, codes
 # are scaled instead (`widened_codes.scales_codes`). Each choice has as many programs as fit without
 # spilled registers. Formats of floats scale sums at any number of rows, and need more registers.

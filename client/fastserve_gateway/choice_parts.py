@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, PartReader, Reasoning
 from fastserve_chat.written_calls import read_arguments
 from fastserve_client.results import Chunk, Completion
@@ -14,9 +16,10 @@ class ChoiceParts:
         self._reader = reader
         self._kept: list[AnswerPart] = []
         self._in_reasoning = False
-        self._num_unread = 0
-        """Tokens since the last part."""
+        self._num_unread = self._unread_length = 0
+        """Tokens and characters since the last part."""
         self.num_reasoning_tokens = 0
+        """Tokens of which only a share is reasoning are divided by the length of their text."""
         self._arguments: list[str] | None = None
         """Of the last call, in pieces; None: there is no call."""
 
@@ -26,12 +29,10 @@ class ChoiceParts:
         if piece.finish_reason is not None:
             parts += self._reader.end()
         self._num_unread += len(piece.token_ids)
-        if parts:
-            self._in_reasoning = isinstance(parts[0], Reasoning)
+        self._unread_length += len(piece.text)
         if parts or piece.finish_reason is not None:
-            if self._in_reasoning:
-                self.num_reasoning_tokens += self._num_unread
-            self._num_unread = 0
+            self.num_reasoning_tokens += self._num_unread_of_reasoning(parts)
+            self._num_unread = self._unread_length = 0
         if parts:
             self._in_reasoning = isinstance(parts[-1], Reasoning)
         for part in parts:
@@ -40,6 +41,14 @@ class ChoiceParts:
             elif isinstance(part, CallArguments) and self._arguments is not None:
                 self._arguments.append(part.text)
         return parts
+
+    def _num_unread_of_reasoning(self, parts: list[AnswerPart]) -> int:
+        texts = [part.text for part in parts if isinstance(part, Reasoning)]
+        if len(texts) == len(parts):
+            return self._num_unread if parts or self._in_reasoning else 0
+        # No server says which token ends the reasoning.
+        share = len("".join(texts)) / max(1, self._unread_length)
+        return min(self._num_unread, math.ceil(self._num_unread * share))
 
     def keep(self, chunk: Chunk) -> None:
         """Reads a chunk of an answer that is given as a whole later."""

@@ -30,6 +30,7 @@ from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_backend.worker.step_memory import run_largest_step, step_bytes
 from fastserve_backend.worker.swap_engine import SwapEngine, copy_blocks
 from fastserve_kernels.gpu import activations
+from fastserve_kernels.gpu import paged_decode as gpu_decode
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from job_steps import TURNS, run_turns
 from test_gpu_steps import CPU, MODELS, empty_cache, generate, model_config
@@ -136,12 +137,25 @@ def test_log_probabilities_of_prompts(
     assert found[3:5] == [[15, 9], b""]
 
 
-def test_the_step_that_finds_out_how_much_memory_it_takes(tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS["llama, grouped heads"])
+@pytest.mark.parametrize("name", ["opt", "llama, grouped heads"])
+def test_the_step_that_finds_out_how_much_memory_it_takes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It also compiles the attention of decodes beside prompts: their tokens are written before."""
+    written_before: list[bool] = []
+    paged_decode = gpu_decode.paged_decode
+
+    def noting(query: Any, *args: Any) -> None:
+        written_before.extend([args[-1] is None] * len(query))
+        paged_decode(query, *args)
+
+    monkeypatch.setattr(gpu_decode, "paged_decode", noting)
+    config = model_config(tmp_path, MODELS[name])
     with emulated_gpu():
         cache = empty_cache(config, num_blocks=1).zero_().to(DEVICE)
         run_largest_step(load_model(config, DEVICE), config, cache, LIMITS, RankPlace())
         assert not cache.to("cpu").any()
+    assert written_before == [True] * config.num_layers
 
 
 @pytest.fixture

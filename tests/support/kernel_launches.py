@@ -231,9 +231,9 @@ def step(
     prefill(dtype, heads, kv_heads, head_dim, table_entries, items=num_decodes + 1)
 
 
-def choose_tokens(dtype: torch.dtype, vocab: int) -> None:
-    rules = _empty(torch.int64, JOBS, token_choice.RULE_WORDS)
-    token_choice.choose_tokens(_empty(dtype, JOBS, vocab), rules, filters=True, no_token=-1)
+def choose_tokens(dtype: torch.dtype, vocab: int, rows: int = JOBS) -> None:
+    rules = _empty(torch.int64, rows, token_choice.RULE_WORDS)
+    token_choice.choose_tokens(_empty(dtype, rows, vocab), rules, filters=True, no_token=-1)
 
 
 def _rule(heads: int, head_dim: int, window: int, capped: bool, sinks: bool) -> AttentionRule:

@@ -70,7 +70,7 @@ def step_bytes(
 def run_largest_step(
     model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
 ) -> None:
-    """Run prompts of the most tokens that a step may have, with log-probabilities of all of them.
+    """Run a step of the most tokens, nearly all of prompts, with log-probabilities of all of them.
     Then sample for the most jobs, each by top-p with log-probabilities: without masks, and with."""
     inputs = WorkListInputs(kv, config, limits, place.tensor_size)
     layout = _largest_layout(limits, kv.shape[4], inputs.num_groups)
@@ -100,6 +100,12 @@ def _largest_layout(limits: StepLimits, block_size: int, num_groups: int) -> Ste
     rest = limits.max_tokens - sum(lengths)
     if rest and len(lengths) < limits.max_jobs:
         lengths.append(rest)
+    num_decodes = 0
+    if len(lengths) < limits.max_jobs and lengths[-1] > 1:
+        # A decode beside the prompts. On a GPU this compiles the attention of decodes in such
+        # steps, which may differ from that of decodes alone. Serving must not wait for that.
+        num_decodes = 1
+        lengths = [1, *lengths[:-1], lengths[-1] - 1]
     num_tokens = sum(lengths)
     query_lens = np.array(lengths, dtype=np.int32)
     return StepLayout(
@@ -112,7 +118,7 @@ def _largest_layout(limits: StepLimits, block_size: int, num_groups: int) -> Ste
         block_tables=np.zeros(limits.max_blocks(block_size), dtype=np.int32),
         table_starts=np.zeros((num_groups, len(lengths)), dtype=np.int32),
         sampled=np.zeros(limits.max_jobs, dtype=np.int64),
-        num_decodes=0,
+        num_decodes=num_decodes,
     )
 
 

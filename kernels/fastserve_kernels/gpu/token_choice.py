@@ -92,7 +92,9 @@ def _find_largest(scores, largest, stride, vocab, TILE: tl.constexpr):
     tl.store(largest + row * tl.num_programs(1) + tile, best)
 
 
-@triton.jit
+# Do not specialise on places that depend on the number of rows: serving must not wait for a
+# compiler.
+@triton.jit(do_not_specialize_on_alignment=["weights"])
 def _sum_weights(
     scores, rules, largest, weights, stride, vocab, TILES: tl.constexpr, TILE: tl.constexpr
 ):
@@ -109,7 +111,7 @@ def _sum_weights(
         tl.store(weights + row * tiles + tile, tl.sum(weight, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weights", "answers"])
 def _choose(
     scores, rules, largest, weights, candidates, token_ids, answers, stride, vocab, no_token,
     TILES: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,

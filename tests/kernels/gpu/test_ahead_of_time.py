@@ -171,3 +171,13 @@ def test_machine_code(
         assert kernel.count("LDG") - wide_loads <= expected.narrow_loads, what
         assert kernel.count("STG") - wide_stores <= expected.narrow_stores, what
         assert (kernel.count("FCHK") > 0) == expected.divides_exactly, what
+
+
+def test_one_variant_chooses_for_any_number_of_rows() -> None:
+    """Serving must not wait for a compiler. The vocabulary has an odd number of tiles."""
+    launches = [
+        Launch("choose_tokens", 90, {"dtype": "bfloat16", "vocab": 50272, "rows": rows})
+        for rows in (1, 2, 3, 64)
+    ]
+    variants = {tuple(one.variant for one in found) for found in compile_launches(launches)}
+    assert len(variants) == 1, variants

@@ -175,7 +175,7 @@ def test_prefill_of_a_cache_in_int8(architecture: int, shape: tuple[str, int, in
         str(launch("prefill", architecture, shape, int8=True))
     ]
     # See `launch_parameters.INT8_PREFILL`.
-    check_spills(kernel, architecture, 16 if shape[3] == 256 else 0)
+    check_spills(kernel, architecture, 24 if shape[3] == 256 else 0)
     assert kernel.resident_programs >= 1, kernel
     assert kernel.count(MATRIX_INSTRUCTION[architecture]) > 0, kernel
 

@@ -12,7 +12,7 @@ from fastserve_kernels.gpu.dense_linear import widened_linear
 from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.launch_parameters import cdiv
 from fastserve_kernels.gpu.split_sums import add_splits, empty_sums, steps_of_split
-from fastserve_kernels.gpu.widened_codes import widened_bytes
+from fastserve_kernels.gpu.widened_codes import after_product, widened_bytes
 
 MOST_ROWS = 384
 """With more rows it takes less time to widen the weight in memory, for torch's product."""
@@ -92,7 +92,7 @@ def _int8_linear(
         weight = tl.load(row_of_codes + at[None, :], has_out[:, None] & inside[None, :], other=0)
         values = tl.load(row_of_x + at[:, None], inside[:, None] & has_row[None, :], other=0.0)
         factors = widened_bytes(weight, values.dtype)
-        sums = tl.dot(factors, values, acc=sums, input_precision="ieee")
+        sums = after_product(tl.dot(factors, values, acc=sums, input_precision="ieee"))
     sums *= tl.load(scale + out, has_out, other=0.0).to(tl.float32)[:, None]
     if bias is not None:
         sums += tl.load(bias + out, has_out, other=0.0).to(tl.float32)[:, None]

@@ -77,6 +77,19 @@ def widened_bytes(weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def after_product(sums):
+    """The float32 sums, once their product has ended.
+
+    The compiler lets a product (``wgmma``) of factors in registers run into the next iteration of a
+    loop, which writes the next factors to the same registers. PTX does not allow that. To use the
+    sums, if only by no instruction, the compiler must wait.
+    """
+    if not _IS_INTERPRETED:
+        sums = tl.inline_asm_elementwise("", "=f,0", [sums], tl.float32, True, 1)
+    return sums
+
+
+@triton.jit
 def scalable_codes(packed, PLACE: tl.constexpr, BITS: tl.constexpr, BASE: tl.constexpr):
     """float32 values of integer codes at a place, plus `BASE`, exactly."""
     if _IS_INTERPRETED:

@@ -1,6 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the one before it in its stream still runs.
 
-It exists from compute capability 9.0 on, if the compiler has it. A kernel that is launched with
+It exists from compute capability 9.0 on, if the compiler has it; others report that graphs with it
+cannot be captured on 12.0. A kernel that is launched with
 `launch_options` may start when all programs of the kernel before have called `launch_dependents` or
 have ended. So its own start, its index arithmetic and its loads of parameters cost no time.
 
@@ -38,7 +39,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
         not _COMPILER_HAS_IT
         or knobs.runtime.interpret
         or device.type == "cpu"
-        or capability(device) < (9, 0)
+        or not (9, 0) <= capability(device) < (12, 0)
     ):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

@@ -93,6 +93,8 @@ class EmulatedNCCL:
         self._world = range(int(os.environ["WORLD_SIZE"]))
         self._streams: dict[int, Stream] = {}  # by peer
         self._graphs: list[Any] = []  # with communications
+        # What NCCL was given is sent, even if the caller drops it. Gloo would forget it.
+        self._sent: list[tuple[_Work, torch.Tensor]] = []
         directory = os.environ.get(COMMUNICATIONS)
         self._notes: IO[str] | None = None
         if directory is not None:
@@ -128,7 +130,9 @@ class EmulatedNCCL:
 
         def operation() -> None:
             stream = self._between(peer, self._rank, x)
-            work[:] = [_Work(self._real["isend"](_on_host(x), peer), stream)]
+            sent = _on_host(x)
+            work[:] = [_Work(self._real["isend"](sent, peer), stream)]
+            self._sent.append((work[0], sent))
 
         self._execute(operation, x)
         return work[0]

@@ -24,6 +24,8 @@ FAST := tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_ch
 EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
   $(addprefix tests/kernels/gpu/,test_linear_kernels.py test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py \
   test_token_choice.py)
+# Slower ones, for `make test-all`.
+all-sm_80 all-sm_90: EMULATED += $(addprefix tests/kernels/gpu/,test_experts_kernels.py test_quantized_kernels.py)
 
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
-from fastserve_kernels.gpu.widened_codes import widened_bytes
+from fastserve_kernels.gpu.widened_codes import after_product, widened_bytes
 
 
 def variants(groups: int, dtype: torch.dtype, device: torch.device) -> list[int]:
@@ -71,7 +71,8 @@ def rows_of_tile(starts, groups, tile, GROUPS: tl.constexpr, ROW_TILE: tl.conste
     is_before = tiles_until <= tile
     group = tl.sum(is_before.to(tl.int32), 0)
     tile_of_group = tile - tl.max(tl.where(is_before, tiles_until, 0), 0)
-    begin = tl.load(starts + group)  # there is one more than there are groups
+    # Past the last tile, the padding of groups counts too.
+    begin = tl.load(starts + group, group < groups, other=0)
     end = tl.load(starts + group + 1, group < groups, other=0)
     row = begin + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
     return group, row, row < end
@@ -110,7 +111,7 @@ def _grouped_linear(
         weight = tl.load(of_weights + at[None, :], has_out[:, None] & is_inside[None, :], other=0)
         values = tl.load(of_x + at[:, None], is_inside[:, None] & has_row[None, :], other=0.0)
         factors = widened_bytes(weight, values.dtype)
-        sums = tl.dot(factors, values, acc=sums, input_precision="ieee")
+        sums = after_product(tl.dot(factors, values, acc=sums, input_precision="ieee"))
     if scales is not None:
         sums *= tl.load(scales + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
     store_tile(sums, biases, row_of_weights, y, row, out, has_row, has_out, out_features)

@@ -95,7 +95,9 @@ def test_a_stream_is_the_same_text_in_pieces(client: OpenAI) -> None:
         client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     )
     assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
-    assert [event.choices[0].finish_reason for event in events[-3:-1]] == [None, "length"]
+    # A busy gateway sends tokens together, so there may be one piece.
+    reasons = [event.choices[0].finish_reason for event in events[:-1]]
+    assert reasons == [*[None] * (len(reasons) - 1), "length"]
     assert all(event.usage is None for event in events[:-1])
     assert events[-1].choices == []
     assert events[-1].usage == whole.usage

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
+from fastserve_kernels.gpu.int8_linear import sums_of_products
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
-from fastserve_kernels.gpu.widened_codes import after_product, widened_bytes
 
 
 def variants(groups: int, dtype: torch.dtype, device: torch.device) -> list[int]:
@@ -100,18 +100,12 @@ def _grouped_linear(
         return
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
     has_out = out < out_features
-    inner = tl.arange(0, IN_TILE)
     of_x = x + tl.load(rows + row, has_row, other=0).to(tl.int64)[None, :] * x_stride
     row_of_weights = group.to(tl.int64) * out_features + out
     of_weights = weights + row_of_weights[:, None] * in_features
-    sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
-    for start in range(0, in_features, IN_TILE):
-        at = start + inner
-        is_inside = at < in_features
-        weight = tl.load(of_weights + at[None, :], has_out[:, None] & is_inside[None, :], other=0)
-        values = tl.load(of_x + at[:, None], is_inside[:, None] & has_row[None, :], other=0.0)
-        factors = widened_bytes(weight, values.dtype)
-        sums = after_product(tl.dot(factors, values, acc=sums, input_precision="ieee"))
+    sums = sums_of_products(
+        of_weights, of_x, 0, in_features, in_features, has_out, has_row, IN_TILE
+    )
     if scales is not None:
         sums *= tl.load(scales + row_of_weights, has_out, other=0.0).to(tl.float32)[:, None]
     store_tile(sums, biases, row_of_weights, y, row, out, has_row, has_out, out_features)

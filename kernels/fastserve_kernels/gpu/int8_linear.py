@@ -71,6 +71,26 @@ def _widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(codes, scale[:, None]).to(dtype)
 
 
+@triton.jit
+def sums_of_products(
+    row_of_weights, row_of_x, first, end, in_features, has_out, has_row, IN_TILE: tl.constexpr
+):  # fmt: skip
+    """float32 [OUT_TILE, ROW_TILE]: the products of a tile of the weight with one of x, summed over
+    the columns from first to end.
+
+    row_of_weights: [OUT_TILE, 1], where each row of the weight begins. row_of_x: [1, ROW_TILE].
+    """
+    sums = tl.zeros([has_out.shape[0], has_row.shape[0]], tl.float32)
+    for start in range(first, end, IN_TILE):
+        at = start + tl.arange(0, IN_TILE)
+        inside = at < in_features
+        weight = tl.load(row_of_weights + at[None, :], has_out[:, None] & inside[None, :], other=0)
+        values = tl.load(row_of_x + at[:, None], inside[:, None] & has_row[None, :], other=0.0)
+        factors = widened_bytes(weight, values.dtype)
+        sums = after_product(tl.dot(factors, values, acc=sums, input_precision="ieee"))
+    return sums
+
+
 # The weight's tile is the first factor. Tensor cores take that one from registers, where the codes
 # are widened, and the second factor may have as few as 8 rows.
 @triton.jit(do_not_specialize=["rows"])
@@ -81,18 +101,13 @@ def _int8_linear(
     row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
     has_row, has_out = row < rows, out < out_features
-    inner = tl.arange(0, IN_TILE)
     row_of_x = x + row.to(tl.int64)[None, :] * x_stride
     row_of_codes = codes + out.to(tl.int64)[:, None] * in_features
-    sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     first = tl.program_id(2) * columns
-    for start in range(first, tl.minimum(first + columns, in_features), IN_TILE):
-        at = start + inner
-        inside = at < in_features
-        weight = tl.load(row_of_codes + at[None, :], has_out[:, None] & inside[None, :], other=0)
-        values = tl.load(row_of_x + at[:, None], inside[:, None] & has_row[None, :], other=0.0)
-        factors = widened_bytes(weight, values.dtype)
-        sums = after_product(tl.dot(factors, values, acc=sums, input_precision="ieee"))
+    sums = sums_of_products(
+        row_of_codes, row_of_x, first, tl.minimum(first + columns, in_features), in_features,
+        has_out, has_row, IN_TILE,
+    )  # fmt: skip
     sums *= tl.load(scale + out, has_out, other=0.0).to(tl.float32)[:, None]
     if bias is not None:
         sums += tl.load(bias + out, has_out, other=0.0).to(tl.float32)[:, None]

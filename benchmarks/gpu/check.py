@@ -299,8 +299,9 @@ class _Run:
         """
         command = [
             sys.executable, "-m", "benchmarks.gpu.run_phase", phase.module,
-            "--records", str(records), "--scratch", str(self._scratch),
-            "--dataset", self._arguments.sharegpt, "--seconds", str(limit_s - GRACE_S),
+            "--parent", str(os.getpid()), "--records", str(records),
+            "--scratch", str(self._scratch), "--dataset", self._arguments.sharegpt,
+            "--seconds", str(limit_s - GRACE_S),
         ]  # fmt: skip
         ends_s = time.monotonic() + limit_s
         # A group of its own, so that the processes that it starts can be ended with it.

@@ -53,14 +53,15 @@ print("torch", torch.__version__, "triton", triton.__version__, "transformers", 
 }
 describe >"$OUT/machine.txt" 2>&1 || true
 
-# If this script is killed, check.py must not go on to use the GPU beside the next run.
+# If this script is killed, check.py must not go on to use the GPU beside the next run. A `timeout`
+# that has just started its program may end without a signal to it, so both end with their parent.
 with_us=(setpriv --pdeathsig TERM)
 "${with_us[@]}" true 2>/dev/null || with_us=()
 # check.py ends by itself a little earlier; `timeout` is for a check.py that hangs. A full disk stops
 # `tee` from writing the log, and says nothing of the results.
 set +e
 "${with_us[@]}" timeout --foreground -k 15 $((minutes * 60 + 15)) \
-    "$PYTHON" benchmarks/gpu/check.py --minutes "$minutes" --only $phases --output "$OUT" \
+    "${with_us[@]}" "$PYTHON" benchmarks/gpu/check.py --minutes "$minutes" --only $phases --output "$OUT" \
     ${COMMIT:+--commit "$COMMIT"} "$@" 2>&1 | tee -i "$OUT/log.txt"
 code=${PIPESTATUS[0]}
 { echo "after the phases:" && "$PYTHON" benchmarks/gpu/host_memory.py; } >>"$OUT/machine.txt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module", help="whose run() is the phase")
+    parser.add_argument("--parent", type=int, required=True, help="process id of check.py")
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
@@ -31,6 +33,8 @@ def main() -> int:
     arguments = parser.parse_args()
     # If check.py is killed, this process must not go on to use the device beside the next run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != arguments.parent:  # it was killed during the imports above
+        return FAILED
     started_s = time.monotonic()
     recorder = Recorder(arguments.records)
     try:

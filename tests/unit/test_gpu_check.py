@@ -588,6 +588,21 @@ def test_a_killed_run_keeps_what_was_measured(tmp_path: Path, number: int) -> No
     wait_for(lambda: not is_running(pid), 30)  # it does not stay on the GPU
 
 
+def test_a_phase_does_not_begin_after_its_run_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "phase_first.py").write_text(FIRST)
+    records = tmp_path / "records"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.gpu.run_phase", "phase_first",
+            "--parent", str(os.getppid()), "--records", str(records), "--scratch", str(tmp_path),
+            "--dataset", "", "--seconds", "60", "--tiny",
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert not records.exists()
+
+
 def is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fastserve_backend.config import EngineConfig
+from waiting import DEADLINE_S
 
 SECRET = secrets.token_hex(32)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -96,7 +97,7 @@ def running(
         for one in [*family(process), process]:
             with suppress(psutil.NoSuchProcess):
                 one.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(DEADLINE_S)
 
 
 def torchrun(config: EngineConfig, *options: str) -> list[str]:

@@ -135,7 +135,7 @@ def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenize
         assert host.stdout.readline() == "up\n"
         (rank,) = psutil.Process(host.pid).children()
         os.kill(host.pid, signal.SIGKILL)
-    wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 5)
+    wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_weights_beyond_the_memory_are_refused(tmp_path: Path) -> None:

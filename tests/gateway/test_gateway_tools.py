@@ -291,7 +291,7 @@ def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGate
     assert (reasoning.type, call.type) == ("reasoning", "function_call")
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
     num_thought = response.usage.output_tokens_details.reasoning_tokens
-    assert num_thought > 0
+    assert 0 < num_thought < response.usage.output_tokens
     with (
         Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as other,
         other.messages.stream(
@@ -308,6 +308,7 @@ def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGate
     assert thinking.thinking == reasoning.content[0].text
     assert use.input == json.loads(call.arguments)
     assert message.stop_reason == "tool_use"
-    # How the answer is cut into chunks depends on the machine's load.
+    assert message.usage.output_tokens == response.usage.output_tokens
+    # An estimate: how the answer is cut into chunks depends on the machine's load.
     thought = message.usage.output_tokens_details.thinking_tokens
-    assert thought == pytest.approx(num_thought, rel=0.5)
+    assert 0 < thought < message.usage.output_tokens

@@ -60,7 +60,6 @@ def test_a_stream(client: OpenAI) -> None:
         events = list(stream)
         final = stream.get_final_response()
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert len(deltas) > 1  # tokens that wait for a busy gateway leave together
     assert "".join(deltas) == final.output_text == PARIS
     assert final.usage is not None
     assert final.usage.output_tokens == PARIS_TOKENS
@@ -101,8 +100,7 @@ def test_a_call_and_its_output(client: OpenAI) -> None:
     (call,) = first.output
     assert call.type == "function_call"
     assert call.parsed_arguments == {"city": "Paris"}
-    assert len(deltas) > 1
-    assert deltas[-1].snapshot == call.arguments
+    assert "".join(one.delta for one in deltas) == deltas[-1].snapshot == call.arguments
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is sunny."}
     more: dict[str, Any] = {"tools": [WEATHER], "max_output_tokens": 16, **GREEDY}
     chained = client.responses.create(input=[output], previous_response_id=first.id, **more)
@@ -177,5 +175,6 @@ def test_a_client_that_goes_away_ends_its_job(client: OpenAI, chat_endpoints: En
         input="Tell a long story.", stream=True, extra_body={"ignore_eos": True}, **GREEDY
     )
     assert next(iter(events)).type == "response.created"
+    assert any(event.type == "response.output_text.delta" for event in events)  # it streams
     events.close()
     wait_for(lambda: ended_jobs(chat_endpoints.metrics_url, "cancelled") == cancelled + 1)

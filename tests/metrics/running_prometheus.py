@@ -19,9 +19,9 @@ from waiting import wait_for
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIG = DEPLOY / "prometheus" / "prometheus.yml"
 RULES = DEPLOY / "prometheus" / "rules.yml"
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 20.0
-QUERY_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
+QUERY_TIMEOUT_S = 30.0
 
 
 def program(name: str) -> str:

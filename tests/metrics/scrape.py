@@ -8,7 +8,7 @@ import httpx2
 from fastserve_client.protocol import MODEL_NAME
 from prometheus_client.parser import text_string_to_metric_families
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 LABELS = {"model": MODEL_NAME, "version": "1"}
 
 

@@ -61,7 +61,7 @@ def prometheus(
         "gateway": httpx2.URL(gateway.url).netloc.decode(),
     }
     with running_prometheus(local_config(directory, targets, key_path)) as running:
-        wait_for(lambda: running.values("up") == [1.0, 1.0], 20.0)
+        wait_for(lambda: running.values("up") == [1.0, 1.0], ANSWERS_TIMEOUT_S)
         yield running
 
 
@@ -105,7 +105,7 @@ def test_the_queries_of_autoscalers_give_one_number(
 
 def test_scrapes_leave_no_warning(prometheus: RunningPrometheus) -> None:
     number = "sum_over_time(up[1m])"
-    wait_for(lambda: min(prometheus.values(number), default=0.0) >= 3, 20.0)
+    wait_for(lambda: min(prometheus.values(number), default=0.0) >= 3, ANSWERS_TIMEOUT_S)
     targets = prometheus.get("targets")["activeTargets"]
     assert {target["labels"]["job"] for target in targets} == {"triton", "gateway"}
     for target in targets:
@@ -138,7 +138,7 @@ def test_rules_are_evaluated(prometheus: RunningPrometheus) -> None:
         assert not [rule for rule in rules if rule["health"] == "err"]
         return all(rule["health"] == "ok" for rule in rules)
 
-    wait_for(evaluated, 20.0)
+    wait_for(evaluated, ANSWERS_TIMEOUT_S)
     assert prometheus.values('ALERTS{alertname=~"FastServe(Gateway)?Down"}') == []
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from fastserve_backend.job import JobOutput
-
-DEADLINE_S = 20.0
+from waiting import DEADLINE_S
 
 
 class Collector:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-DEADLINE_S = 10.0
+from waiting import DEADLINE_S
 
 
 def interrupts_itself(function: Callable[[], object]) -> bool:

@@ -41,8 +41,8 @@ def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
     started: list[tuple[RuntimeDirectory, Endpoints]] = []
     yield started
     for runtime, endpoints in started:
-        wait_for(lambda runtime=runtime: not runtime.processes(), 10.0)
-        wait_for(lambda runtime=runtime: not runtime.path.exists(), 5.0)
+        wait_for(lambda runtime=runtime: not runtime.processes())
+        wait_for(lambda runtime=runtime: not runtime.path.exists())
         assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
         endpoints.claim()  # raises if a process listens there
 

@@ -128,7 +128,7 @@ class GrpcStream:
         self._client.close()
         return self.answer
 
-    def until_error(self, timeout_s: float) -> InferenceServerException:
+    def until_error(self, timeout_s: float = ANSWER_TIMEOUT_S) -> InferenceServerException:
         """Reads to an error, for streams whose server ends without a FINAL."""
         deadline = time.monotonic() + timeout_s
         while self.answer.error is None:

@@ -342,7 +342,7 @@ def test_the_code_of_a_call_that_asks_for_it(
 ) -> None:
     sent_s = time.monotonic()
     stream = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, text_input="a", **request_)
-    assert stream.until_error(10.0).status() == "StatusCode.INVALID_ARGUMENT"
+    assert stream.until_error().status() == "StatusCode.INVALID_ARGUMENT"
     # tritonserver 24.10 still reads from the call: ending it sooner crashes the server once in
     # thousands.
     assert time.monotonic() - sent_s >= 0.1
@@ -404,7 +404,7 @@ def test_wrong_tensors_get_an_error_on_the_stream(
     wrong = grpcclient.InferInput(name, list(array.shape), datatype)
     wrong.set_data_from_numpy(array)
     stream = GrpcStream(endpoints.grpc_url, raw_inputs=[wrong], text_input=GOOD_PROMPT)
-    assert name in stream.until_error(10.0).message()
+    assert name in stream.until_error().message()
     stream.cancel()
 
 

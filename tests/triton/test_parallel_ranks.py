@@ -37,5 +37,5 @@ def test_streams_are_those_of_one_rank(parallel: Endpoints, endpoints: Endpoints
     assert [len(answer) for answer in answers[0]] == [20] * 12
     assert answers[0] == answers[1]
     url = parallel.metrics_url
-    wait_for(lambda: used_blocks(url) == 0, timeout_s=10.0)
+    wait_for(lambda: used_blocks(url) == 0)
     assert metric(url, "fastserve_jobs", state="running") == 0

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
@@ -84,9 +85,10 @@ def test_log_probabilities_of_the_prompt(client: FastServeClient) -> None:
             token.part,
         )
         assert (entry.rank == 1) == (entry.top[0].token_id == entry.token_id)
-    chunks = list(client.stream("Hé", **asked))
-    assert [len(chunk.prompt_logprobs) for chunk in chunks] == [4, 0, 0]
-    assert all(not chunk.prompt_tokens for chunk in chunks)
+    first_chunk, *later = client.stream("Hé", **asked)
+    assert first_chunk.prompt_logprobs == whole.prompt_logprobs
+    assert not any(chunk.prompt_logprobs for chunk in later)
+    assert not any(chunk.prompt_tokens for chunk in (first_chunk, *later))
 
 
 def test_the_same_seed_gives_the_same_text(client: FastServeClient) -> None:
@@ -127,7 +129,7 @@ def test_characters_of_several_tokens_come_whole(client: FastServeClient) -> Non
     chunks = list(client.stream("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True))
     whole = client.generate("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True)
     assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert any(chunk.token_ids and not chunk.text for chunk in chunks)
+    assert any(character > "\x7f" and character != "\ufffd" for character in whole.text)
 
 
 def test_stop_words(client: FastServeClient) -> None:
@@ -209,8 +211,13 @@ def test_closing_the_client_ends_its_streams(
 def test_a_timeout_is_of_the_whole_request(
     client: FastServeClient, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.5)
-    assert next(chunks).token_ids
+    # Where the first token needs longer than one of these times, all tokens need longer than the
+    # next.
+    for timeout_s in (0.5, 2.0, 8.0):
+        chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=timeout_s)
+        with suppress(RequestTimeout):
+            assert next(chunks).token_ids
+            break
     with pytest.raises(RequestTimeout, match="did not finish in time"):
         list(chunks)
     assert list(chunks) == []
@@ -240,10 +247,12 @@ def test_generate_streams_text_and_a_closing_line(url: str) -> None:
     code = generate_to_terminal("Hello", url=url, out=out, err=err, max_tokens=8, ignore_eos=True)
     assert code == ExitCode.OK
     assert out.getvalue().endswith("\n")
-    ttft, rate, tokens, reason = err.getvalue().strip().split(" | ")
+    # A busy server may send all tokens together, and then there is no rate.
+    ttft, *rates, tokens, reason = err.getvalue().strip().split(" | ")
     assert ttft.startswith("TTFT ")
     assert ttft.endswith(" ms")
-    assert rate.endswith(" tokens/s")
+    assert len(rates) <= 1
+    assert all(rate.endswith(" tokens/s") for rate in rates)
     assert (tokens, reason) == ("8 tokens", "finish reason: length")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
@@ -39,6 +40,7 @@ from serving_client import (
 from waiting import wait_for
 
 DEADLINE_S = 30.0
+PICTURE_DEADLINE_S = 60.0
 LONG = {"text_input": "a long one", "stream": True, "max_tokens": 3500, "ignore_eos": True}
 
 
@@ -46,19 +48,23 @@ class Watch:
     """A watch on a gRPC stream of its own."""
 
     def __init__(self, url: str, interval_ms: int = 50, headers: Any = None) -> None:
+        self._interval_ms = interval_ms
         self._client = grpcclient.InferenceServerClient(url)
         self._events: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._client.start_stream(
             lambda result, error: self._events.put((result, error)), headers=headers
         )
+        self._ends_with_error = headers is not None
+        self.error: Any = None
+        self._ask()
+
+    def _ask(self) -> None:
+        self.num_finals = 0
         self._client.async_stream_infer(
             protocol.MODEL_NAME,
-            tensors(watch_interval_ms=interval_ms, stream=True),
+            tensors(watch_interval_ms=self._interval_ms, stream=True),
             enable_empty_final_response=True,
         )
-        self._ends_with_error = headers is not None
-        self.num_finals = 0
-        self.error: Any = None
 
     def next(self) -> EngineState | None:
         """The next picture; None: a response without one."""
@@ -77,13 +83,17 @@ class Watch:
         self.num_finals += final.bool_param
 
     def until(self, condition: Any) -> EngineState:
-        """The first picture for which ``condition`` holds."""
-        while not self.num_finals:
+        """The first picture for which ``condition`` holds. If the server ends the watch before, as
+        it does after some time, this asks again."""
+        ends_s = time.monotonic() + PICTURE_DEADLINE_S
+        while time.monotonic() < ends_s:
+            if self.num_finals:
+                self._ask()
             state = self.next()
-            assert state is not None, self.error
-            if condition(state):
+            assert self.error is None, self.error
+            if state is not None and condition(state):
                 return state
-        pytest.fail("the watch ended before such a picture came")
+        pytest.fail(f"no such picture came within {PICTURE_DEADLINE_S} s")
 
     def until_final(self) -> None:
         """Reads until the server ends the watch by itself."""
@@ -161,9 +171,7 @@ def test_a_picture_of_jobs_and_memory(watch: Watch, endpoints: Endpoints) -> Non
     assert (state.running, state.waiting, state.swapped) == (1, 0, 0)
     assert sum(level.num_jobs for level in state.levels) == 1
     assert state.levels[job.level].num_jobs == 1
-    later = watch.next()
-    assert later is not None
-    assert later.time_s > state.time_s
+    later = watch.until(lambda later: later.time_s > state.time_s)
     assert later.totals.iterations > state.totals.iterations
     assert state.totals.generation_tokens > first.totals.generation_tokens
     assert state.totals.prompt_tokens == first.totals.prompt_tokens + 100

@@ -18,6 +18,7 @@ from fastserve_client import (
     Endpoint,
     FastServeClient,
     InvalidRequest,
+    RequestTimeout,
     ServerOverloaded,
     ServerUnavailable,
 )
@@ -82,7 +83,8 @@ async def test_retries_end(scheme: str) -> None:
     with FastServeClient(nobody, max_retries=2) as client:
         with pytest.raises(ConnectionFailed, match=refused):
             client.generate("Hello")
-        with pytest.raises(ConnectionFailed):
+        # On a busy machine time may be up before the connection is refused.
+        with pytest.raises((ConnectionFailed, RequestTimeout)):
             list(client.stream("Hello", timeout_s=0.05))
     async with AsyncFastServeClient(nobody, max_retries=2) as client:
         with pytest.raises(ConnectionFailed, match=refused):

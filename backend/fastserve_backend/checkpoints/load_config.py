@@ -242,7 +242,9 @@ def read_json(path: Path, model: str) -> dict[str, Any]:
             "needs it"
         ) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {model!r}: {path} cannot be read as JSON: {error}") from error
+        raise ModelError(
+            f"model {model!r}: {path} cannot be read as JSON ({error}); download it again"
+        ) from error
     if not isinstance(raw, dict):
         raise ModelError(f"model {model!r}: {path} holds no JSON object")
     return raw

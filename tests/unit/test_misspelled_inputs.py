@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.serving.codec import decode_request
+from numpy.typing import NDArray
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ from fastserve_backend.serving.codec import decode_request
     ],
 )
 def test_a_misspelled_name(
-    tensors: dict[str, np.ndarray], parameters: dict[str, object], message: str
+    tensors: dict[str, NDArray[Any]], parameters: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode_request(tensors, json.dumps(parameters))

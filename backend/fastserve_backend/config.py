@@ -3,10 +3,13 @@ flags."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
+from fastserve_client.validation_words import what_is_allowed
 from pydantic import ValidationError
 
 from fastserve_backend.config_sections import (
@@ -52,7 +55,7 @@ class EngineConfig(Section):
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
-            problems = [_describe(item) for item in error.errors()]
+            problems = _problems(error.errors())
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems)) from None
         problems = [
             *config.parallel.impossible_combinations(),
@@ -65,7 +68,8 @@ class EngineConfig(Section):
 
     @classmethod
     def from_yaml(cls, path: Path) -> EngineConfig:
-        """Raises ConfigError: unreadable file, YAML that is not a mapping, or invalid values."""
+        """Raises ConfigError: unreadable file, YAML that is not a mapping, or invalid values. The
+        message names the file."""
         try:
             values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -73,8 +77,12 @@ class EngineConfig(Section):
         if values is None:
             values = {}
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected a mapping with the sections model, kv_cache, …")
-        return cls.from_dict(values)
+            sections = ", ".join(cls.model_fields)
+            raise ConfigError(f"{path}: must be a mapping with the sections {sections}")
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -100,9 +108,32 @@ class EngineConfig(Section):
         return any(key in section.model_fields_set for section in sections)
 
 
-def _describe(item: Any) -> str:
-    # After the key, pydantic's location names the members of a union, which no user knows.
-    path = ".".join(str(part) for part in item["loc"][:2])
-    if item["type"] == "extra_forbidden":
-        return f"{path}: unknown key; remove it or fix its spelling"
-    return f"{path}: got {item['input']!r}; {item['msg']}"
+def _problems(errors: Iterable[Any]) -> list[str]:
+    """A line for each key, from pydantic's errors."""
+    problems: dict[str, str] = {}
+    for item in errors:
+        # After the key, pydantic's location names the members of a union, which no user knows.
+        path = ".".join(str(part) for part in item["loc"][:2])
+        if item["type"] == "extra_forbidden":
+            problems[path] = f"{path}: unknown key; {_remedy(*map(str, item['loc']))}"
+            continue
+        allowed = what_is_allowed(item["type"], item["msg"], "a mapping of keys")
+        if path in problems:  # another member of the union
+            problems[path] += f" or {allowed.removeprefix('must be ')}"
+        else:
+            problems[path] = f"{path}: got {item['input']!r}; {allowed}"
+    return list(problems.values())
+
+
+def _remedy(*path: str) -> str:
+    """What to do about an unknown key: it may be misspelled or in the wrong section."""
+    key = path[-1]
+    sections = {
+        name: type(field.default).model_fields for name, field in EngineConfig.model_fields.items()
+    }
+    for name, fields in sections.items():
+        if key in fields:
+            return f"it belongs in the section {name}"
+    known = list(sections if len(path) == 1 else sections[path[0]])
+    close = get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

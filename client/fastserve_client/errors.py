@@ -99,9 +99,9 @@ _OVERLOADED = re.compile(
 )
 # Triton itself says "not healthy" of a model whose process has died, until the server restarts, and
 # "unknown" of one that is not loaded, also while it unloads and before it is ready again.
+_UNKNOWN_MODEL = re.compile(r"^(\[request id: .*?\] )?request for unknown model: ", re.IGNORECASE)
 _UNAVAILABLE = re.compile(
-    r"^(\[request id: .*?\] )?request for unknown model: "
-    r"|\b(try again later|shutting down|draining|not ready|not healthy)\b",
+    r"\b(try again later|shutting down|draining|not ready|not healthy)\b",
     re.IGNORECASE,
 )
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
@@ -116,6 +116,9 @@ def error_from_message(message: str) -> ClientError:
         return InvalidRequest(line)
     if _OVERLOADED.search(line):
         return ServerOverloaded(line)
+    if _UNKNOWN_MODEL.match(line):
+        remedy = "give the name of a model that the server has loaded, as --model or model="
+        return ServerUnavailable(f"{line}; {remedy}")
     if _UNAVAILABLE.search(line):
         return ServerUnavailable(line)
     if _CANCELLED.search(line):

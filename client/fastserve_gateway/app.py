@@ -231,7 +231,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return no_such_route().response(request.url.path)
-    wrong_method = error.status_code == 405
-    message = "the route does not take this method" if wrong_method else error.detail
+    message = error.detail
+    if error.status_code == 405:
+        takes = (error.headers or {}).get("Allow", "another method")
+        message = f"the route does not take {request.method}; it takes {takes}"
     answer = ApiError(error.status_code, message, headers=error.headers)
     return answer.response(request.url.path)

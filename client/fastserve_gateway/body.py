@@ -39,7 +39,7 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, take:
     # A page in a browser can send text/plain to any address, but JSON only with CORS.
     content_type = request.headers.get("content-type", "").partition(";")[0]
     if content_type.strip().lower() != "application/json":
-        raise ApiError(415, "Content-Type must be application/json")
+        raise ApiError(415, "the header Content-Type must be application/json")
     encoding = request.headers.get("content-encoding", "")
     if encoding.strip().lower() not in ("", "identity"):
         # A few compressed bytes may become gigabytes, and bodies are small without compression.
@@ -76,7 +76,7 @@ def parse_body(body: bytes | bytearray, schema: type[BodyT]) -> BodyT:
     except ValidationError as error:
         raise from_validation(error) from None
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 def check_number_of_jobs(body: RequestBody, max_jobs: int) -> None:

@@ -19,10 +19,15 @@ from fastserve_client.errors import (
     ServerOverloaded,
     ServerUnavailable,
 )
+from fastserve_client.validation_words import what_is_allowed
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
+from fastserve_gateway.shown_values import shown_value
+
 logger = logging.getLogger(__name__)
+
+_MAX_NAME_CHARS = 80
 
 RETRY_AFTER_S = 1
 """Under load a job ends, and frees a place in the queue, about once in this time."""
@@ -106,21 +111,19 @@ _ABOUT_SCHEMA = re.compile(
     r"got .*; at \d+\(\d+\): failed to compile JSON schema: (.*?)(?: 1 \| .*)?", re.DOTALL
 )
 
-# Types of pydantic's errors whose own messages name Python classes.
-_NO_OBJECT = ("model_type", "dict_type")
-_MUST_BE_OBJECT = "must be a JSON object"
-
 
 def invalid(param: str, reason: str) -> ApiError:
     """The error for a field with a wrong value."""
     return ApiError(400, f"{param}: {reason}", param=param)
 
 
-def no_such_model(known: Sequence[str]) -> ApiError:
+def no_such_model(name: str, known: Sequence[str]) -> ApiError:
     """The error for a model that is none of the ``known`` ones."""
     names = ", ".join(map(repr, known))
     there = f"there is {names}" if len(known) == 1 else f"there are {names}"
-    return ApiError(404, f"model: no such model; {there}", param="model", code="model_not_found")
+    given = name if len(name) <= _MAX_NAME_CHARS else f"{name[:_MAX_NAME_CHARS]}…"
+    message = f"model: got {given!r}; no such model; {there}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def no_such_route() -> ApiError:
@@ -133,16 +136,16 @@ def no_such_route() -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first mistake in a request's body, without its value."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The first mistake in a request's body, without texts of the request."""
+    first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] in _NO_OBJECT:
-        message = _MUST_BE_OBJECT
-        if not param:
-            return ApiError(400, f"the body {message}")
+    message = what_is_allowed(first["type"], first["msg"], "a JSON object")
     if param:
-        return invalid(param, message)
+        # This project's own messages say themselves what was given.
+        has_value = first["type"] not in ("missing", "value_error")
+        return invalid(param, f"got {shown_value(first['input'])}; " * has_value + message)
+    if message.startswith("must "):
+        return ApiError(400, f"the body {message}")
     # A mistake of several fields: the schema's own message begins with one of them.
     name, separator, reason = message.partition(": ")
     return invalid(name, reason) if separator and _is_path(name) else ApiError(400, message)
@@ -174,7 +177,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     # Other messages may name addresses and files, which are not for clients.
     logger.warning("a job failed: %s: %s", type(error).__name__, error)
     if isinstance(error, ServerUnavailable | RequestTimeout):
-        return ApiError(503, "the model server takes no requests now")
+        return ApiError(503, "the model server takes no requests now; try again later")
     return ApiError(500, "the model server failed the request")
 
 

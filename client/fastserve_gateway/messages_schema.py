@@ -164,7 +164,7 @@ def _chat_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise invalid(path, f"{got_type(tool)}; not supported; only tools of type 'custom' are")
     function = {name: value for name, value in tool.items() if name not in _TOOL_HINTS}
     if "input_schema" not in function:
-        raise invalid(f"{path}.input_schema", "Field required")
+        raise invalid(f"{path}.input_schema", "must be given")
     function["parameters"] = function.pop("input_schema")
     return {"type": "function", "function": function}
 

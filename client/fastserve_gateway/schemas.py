@@ -21,6 +21,7 @@ from fastserve_gateway.list_fields import (
     StopField,
     StopTokenIdsField,
 )
+from fastserve_gateway.shown_values import shown_value
 from fastserve_gateway.strict_fields import Body, StrictFields
 from fastserve_gateway.tool_fields import (
     MAX_TOOLS,
@@ -64,10 +65,8 @@ _UNSUPPORTED = {
     "json_schema": _OTHER_FORM,
 }
 """Fields that would change the answer, and the values at which they change nothing."""
-_MAX_KIND_CHARS = 32
 # More parts than a schema can have within the server's limit of size.
 _MAX_SCHEMA_PARTS = 1 << 15
-_JSON_KINDS = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number"}
 
 
 def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
@@ -75,15 +74,6 @@ def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
     if name == "best_of" and type(value) is int:
         return value <= num_choices
     return not value
-
-
-def _got(value: Any) -> str:
-    """A field's value for a message, without anything that may be a prompt."""
-    if isinstance(value, dict) and isinstance(kind := value.get("type"), str):
-        return f"type {kind[:_MAX_KIND_CHARS]!r}"
-    if type(value) is int and abs(value) <= MAX_INT32:
-        return str(value)
-    return _JSON_KINDS.get(type(value), "a value")
 
 
 class StreamOptions(StrictFields):
@@ -228,7 +218,8 @@ class _GenerationRequest(RequestBody):
         for name in _UNSUPPORTED:
             value = (self.model_extra or {}).get(name)
             if not _asks_for_nothing(name, value, self.num_choices):
-                raise ValueError(f"{name}: got {_got(value)}; not supported; {_UNSUPPORTED[name]}")
+                got = shown_value(value)
+                raise ValueError(f"{name}: got {got}; not supported; {_UNSUPPORTED[name]}")
         return self
 
     @property

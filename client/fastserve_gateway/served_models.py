@@ -29,5 +29,5 @@ def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedMod
             raise invalid("model", f"must be one of {', '.join(models)}")
         (name,) = models
     if name not in models:
-        raise no_such_model(list(models))
+        raise no_such_model(name, list(models))
     return models[name]

@@ -55,9 +55,6 @@ from fastserve_client.retry import RetryPolicy
         ("the server is shutting down and takes no new requests", ServerUnavailable),
         # Triton's words since release 25.05.
         ("GRPC server is shutting down and has stopped accepting new requests.", ServerUnavailable),
-        # Triton's words for a model that it does not have, now or ever.
-        ("Request for unknown model: 'fastserve' has no available versions", ServerUnavailable),
-        ("Request for unknown model: 'fastserve' is not found", ServerUnavailable),
         ("the job was cancelled", RequestCancelled),
         ("rank 0 died (signal 9)", ServerError),
         (
@@ -150,12 +147,21 @@ def test_a_lost_connection_says_why_and_what_to_do(details: str, reason: str) ->
     assert str(error).startswith(f"no server at grpc://h:1 ({reason}); start one with 'fastserve ")
 
 
+@pytest.mark.parametrize("reason", ["has no available versions", "is not found"])
+def test_an_unknown_model_comes_with_the_remedy(reason: str) -> None:
+    """Triton's words for a model that it does not have, now or ever."""
+    message = f"Request for unknown model: 'nosuch' {reason}"
+    for error in (error_from_message(message), error_from_http("http://h:1", 404, message)):
+        assert type(error) is ServerUnavailable
+        remedy = "give the name of a model that the server has loaded, as --model or model="
+        assert str(error) == f"{message}; {remedy}"
+
+
 @pytest.mark.parametrize(
     ("status", "message", "kind"),
     [
         (400, "max_tokens: got -1; must be an integer, 1 to 9", InvalidRequest),
         (400, "something of Triton's own", InvalidRequest),
-        (404, "Request for unknown model: 'nosuch' is not found", ServerUnavailable),
         (404, "something of Triton's own", ServerError),
         (500, "failed to parse the request JSON buffer: Invalid value. at 0", ServerError),
         (500, "rank 0 died (signal 9)", ServerError),

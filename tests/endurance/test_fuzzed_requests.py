@@ -52,7 +52,7 @@ GRPC_CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "UNAVAILAB
 ENDS = ("response.completed", "response.incomplete", "message_stop")
 # Errors that belong to no field.
 OF_NO_PATH = ("Invalid HTTP request", "CONNECT")
-OF_WHOLE_BODY = ("the body is no JSON", "the body must be", *OF_NO_PATH)
+OF_WHOLE_BODY = ("the body is not valid JSON", "the body must be", *OF_NO_PATH)
 
 
 @pytest.mark.timeout(600)

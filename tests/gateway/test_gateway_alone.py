@@ -289,7 +289,7 @@ def test_several_models_are_listed_and_told_apart() -> None:
         ):
             assert (answer.status_code, answer.json()["error"]["message"]) == (
                 404,
-                "model: no such model; there are 'small', 'large'",
+                "model: got 'medium'; no such model; there are 'small', 'large'",
             )
         answer = client.post("/tokenize", json={"prompt": "a"})
         assert answer.json()["error"]["message"] == "model: must be one of small, large"

@@ -81,19 +81,46 @@ def test_a_body_that_is_no_object(schema: Any, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "fields", "param"),
+    ("schema", "fields", "message"),
     [
-        (ChatRequest, {"messages": ["secret"]}, "messages.0"),
-        (CompletionRequest, {"response_format": "secret"}, "response_format"),
-        (ChatRequest, {"stream_options": ["secret"]}, "stream_options"),
-        (CompletionRequest, {"structured_output": "secret"}, "structured_output"),
+        (ChatRequest, {"messages": ["secret"]}, "messages.0: got a text; must be a JSON object"),
+        (
+            CompletionRequest,
+            {"response_format": "secret"},
+            "response_format: got a text; must be a JSON object",
+        ),
+        (
+            ChatRequest,
+            {"stream_options": ["secret"]},
+            "stream_options: got a list; must be a JSON object",
+        ),
+        (
+            CompletionRequest,
+            {"structured_output": "secret"},
+            "structured_output: got a text; must be a JSON object",
+        ),
+        (ChatRequest, {"messages": "secret"}, "messages: got a text; must be a list"),
+        (ChatRequest, {"messages": []}, "messages: got a list; must have at least 1 item"),
+        (ChatRequest, {"logprobs": 5}, "logprobs: got 5; must be true or false"),
+        (
+            CompletionRequest,
+            {"max_tokens": "secret"},
+            "max_tokens: got a text; must be a whole number",
+        ),
+        (CompletionRequest, {"n": True}, "n: got true; must be a whole number"),
+        (ChatRequest, {"model": None}, "model: got null; must be text"),
     ],
 )
-def test_what_is_no_object_is_told_so_in_the_words_of_json(
-    schema: Any, fields: dict[str, Any], param: str
+def test_a_wrong_kind_of_value_is_refused_in_the_words_of_json(
+    schema: Any, fields: dict[str, Any], message: str
 ) -> None:
-    """The message has no words of Python's, such as names of classes."""
-    assert refusal(schema, **fields)["message"] == f"{param}: must be a JSON object"
+    """The message has no words of Python's, such as names of classes, and no text of the body."""
+    assert refusal(schema, **fields)["message"] == message
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ApiError, match=r"^model: must be given$"):
+        parse_body(b'{"prompt": "secret"}', CompletionRequest)
 
 
 def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dict[str, Any]:
@@ -303,7 +330,7 @@ def test_a_byte_order_mark_is_passed_over(schema: Any) -> None:
     request = parse_body(body.encode("utf-8-sig"), schema)
     assert request.max_tokens == 3
     for other in (body.encode("utf-16"), "\ufeff\ufeff{}".encode(), b"\xef\xbb\xbf"):
-        with pytest.raises(ApiError, match="the body is no JSON"):
+        with pytest.raises(ApiError, match="the body is not valid JSON"):
             parse_body(other, schema)
 
 

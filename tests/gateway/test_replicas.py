@@ -39,7 +39,7 @@ LONG = {**SHORT, "max_tokens": 800, "stream": True}
 RETRIED = "fastserve_gateway_jobs_retried_total"
 IGNORE_EOS = {"ignore_eos": True}
 DONE = "data: [DONE]"
-LOST = 'data: {"error":{"message":"the model server takes no requests now",'
+LOST = 'data: {"error":{"message":"the model server takes no requests now; try again later",'
 
 
 class Replicas:

@@ -266,13 +266,13 @@ class TestRefused:
     )
     def test_no_gguf(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "m.gguf").write_bytes(content)
-        assert "damaged, or no GGUF file" in self.message(tmp_path / "m.gguf", tmp_path)
+        assert "damaged, incomplete, or no GGUF file" in self.message(tmp_path / "m.gguf", tmp_path)
 
     @pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5, 0.999])
     def test_truncated(self, tmp_path: Path, share: float) -> None:
         file = write_llama(tmp_path / "m.gguf", random_llama())
         os.truncate(file, int(file.stat().st_size * share))
-        assert "damaged, or no GGUF file" in self.message(file, tmp_path)
+        assert "damaged, incomplete, or no GGUF file" in self.message(file, tmp_path)
 
     def test_type_that_is_not_known(self, tmp_path: Path) -> None:
         file = write_llama(tmp_path / "m.gguf", random_llama())

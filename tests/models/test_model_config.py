@@ -165,7 +165,20 @@ def test_builtin_has_no_weights() -> None:
         load("opt-125m", load_format="auto")
 
 
-@pytest.mark.parametrize("model", ["opt-30b", "./nowhere", "/no/such/dir", "a/b/c", ""])
+@pytest.mark.parametrize("model", ["./nowhere", "/no/such/dir", "~/no/such/dir"])
+def test_a_path_that_is_not_there(model: str) -> None:
+    with pytest.raises(ModelError, match=f"^model '{model}': there is no such directory or file$"):
+        load(model)
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.touch()
+    with pytest.raises(ModelError, match=r"does not end in \.gguf; give a GGUF file, or a dir"):
+        load(str(path))
+
+
+@pytest.mark.parametrize("model", ["opt-30b", "a/b/c", ""])
 def test_unknown_name_lists_the_known(model: str) -> None:
     with pytest.raises(ModelError, match=r"built-in names are smollm2-135m-instruct and,"):
         load(model)

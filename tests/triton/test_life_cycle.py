@@ -281,6 +281,28 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
         assert launcher.wait(30.0) == 0
 
 
+def test_a_second_ctrl_c_ends_streams_in_flight(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    config_path = tmp_path / "engine.yaml"
+    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    with leaving_nothing() as started:
+        launcher = start_launcher(config_path, tmp_path / "server.log")
+        runtime, endpoints = server_of(launcher)
+        started.append((runtime, endpoints))
+        request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
+        stream = GrpcStream(endpoints.grpc_url, **request)
+        stream.first_token()
+        os.kill(rank_pid(runtime), signal.SIGSTOP)  # else it would end by itself
+
+        launcher.send_signal(signal.SIGINT)
+        wait_for(runtime.drain_wanted.is_set, 5.0)
+        assert not runtime.end_wanted.is_set()
+        launcher.send_signal(signal.SIGINT)
+        wait_for(runtime.end_wanted.is_set, 5.0)
+        os.kill(rank_pid(runtime), signal.SIGCONT)
+        assert "shutting down and could not finish" in str(stream.finish().error)
+        assert launcher.wait(30.0) == 0
+
+
 def test_what_is_unfinished_when_time_is_up_ends_with_an_error(
     tiny_config: EngineConfig,
     tmp_path: Path,
@@ -305,7 +327,8 @@ def test_what_is_unfinished_when_time_is_up_ends_with_an_error(
         stopping.join()
         assert "shutting down and could not finish" in str(answer.error)
         assert answer.num_finals == 1
-    assert "requests are unfinished after 1 s; ending them" in caplog.text
+    assert "waiting up to 1 s for requests that still run" in caplog.text
+    assert "ending the unfinished requests" in caplog.text
     assert "did not end after SIGTERM" not in caplog.text
 
 

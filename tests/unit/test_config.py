@@ -2,11 +2,64 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"scheduler": {"max_num_seqs": "many"}},
+            "scheduler.max_num_seqs: got 'many'; must be a whole number or 'auto'",
+        ),
+        (
+            {"kv_cache": {"session_ttl_s": "later"}},
+            "kv_cache.session_ttl_s: got 'later'; must be 'auto' or a number",
+        ),
+        (
+            {"scheduler": {"stream_interval": 0}},
+            "scheduler.stream_interval: got 0; must be at least 1",
+        ),
+        (
+            {"kv_cache": {"prefix_caching": 7}},
+            "kv_cache.prefix_caching: got 7; must be true or false",
+        ),
+        ({"kv_cache": {"block_size": 17}}, "kv_cache.block_size: got 17; must be 8, 16, 32 or 64"),
+        (
+            {"kv_cache": {"device_blocks": 1.5}},
+            "kv_cache.device_blocks: got 1.5; must be a whole number",
+        ),
+        ({"model": {"model": 5}}, "model.model: got 5; must be text"),
+        ({"scheduler": "fcfs"}, "scheduler: got 'fcfs'; must be a mapping of keys"),
+        ({"sheduler": {}}, "sheduler: unknown key; did you mean scheduler?"),
+        ({"max_num_seqs": 4}, "max_num_seqs: unknown key; it belongs in the section scheduler"),
+        (
+            {"scheduler": {"fair_shares": True}},
+            "scheduler.fair_shares: unknown key; it belongs in the section tenants",
+        ),
+        (
+            {"scheduler": {"max_num_seq": 4}},
+            "scheduler.max_num_seq: unknown key; did you mean max_num_seqs?",
+        ),
+        (
+            {"extra": 1},
+            "extra: unknown key; known are model, parallel, kv_cache, scheduler, tenants",
+        ),
+    ],
+)
+def test_a_problem_is_one_line_with_its_remedy(
+    tmp_path: Path, values: dict[str, object], problem: str
+) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_yaml(path)
+    assert str(caught.value) == f"{path}: invalid configuration:\n  {problem}"
 
 
 def test_yaml_round_trip(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ class GGUFFile:
         except ModelError:
             raise
         except Exception as error:  # damage can show as any kind of error
-            raise ModelError(f"damaged, or no GGUF file ({error})") from error
+            raise ModelError(
+                f"damaged, incomplete, or no GGUF file ({error}); download it again"
+            ) from error
         if self.field("split.count", 1) > 1:
             raise ModelError(
                 "one part of a model in several files; join them with `llama-gguf-split --merge`"

@@ -107,7 +107,10 @@ class HFTokenizer(Tokenizer):
         except (ModelError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in `tokenizers` is not an Exception
-            raise ModelError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
+            raise ModelError(
+                f"tokenizer {str(directory)!r} cannot be read: its files are damaged or incomplete "
+                f"({error!r}); download them again, or name another one with tokenizer"
+            ) from error
         spelling = spelling_of(fast)
         if spelling is None:
             raise ModelError(

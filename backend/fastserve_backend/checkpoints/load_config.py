@@ -225,6 +225,13 @@ def _directory(model: str, load_format: LoadFormat) -> Path:
         return converted_gguf(path)
     if is_hub_id(model):
         return download(model, weights=load_format == "auto")
+    if path.is_file():
+        raise ModelError(
+            f"model {model!r} is a file whose name does not end in .gguf; give a GGUF file, or a "
+            "directory in Hugging Face format"
+        )
+    if model.startswith((".", "/", "~")):
+        raise ModelError(f"model {model!r}: there is no such directory or file")
     raise ModelError(
         f"model {model!r} is no directory, no GGUF file, no Hugging Face id (owner/name or "
         f"owner/name@revision) and no built-in name; built-in names are {EMBEDDED_MODEL} and, "
@@ -242,7 +249,9 @@ def read_json(path: Path, model: str) -> dict[str, Any]:
             "needs it"
         ) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {model!r}: {path} cannot be read as JSON: {error}") from error
+        raise ModelError(
+            f"model {model!r}: {path} cannot be read as JSON ({error}); download it again"
+        ) from error
     if not isinstance(raw, dict):
         raise ModelError(f"model {model!r}: {path} holds no JSON object")
     return raw

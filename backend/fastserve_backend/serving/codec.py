@@ -106,10 +106,10 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
     Raises:
         InvalidRequestError: names the first field that is wrong.
     """
+    values = RequestValues(tensors, parameters)  # first: the prompt's name may be misspelled
     prompt = _prompt(tensors, protocol.PROMPTS)
     if prompt.text == "":
         raise InvalidRequestError(protocol.TEXT_INPUT, "", "must not be empty")
-    values = RequestValues(tensors, parameters)
     stream = values.boolean(protocol.STREAM)
     exclude_input = values.get(protocol.EXCLUDE_INPUT_IN_OUTPUT, to_bool)
     answer_only = protocol.STREAM if stream else protocol.MESSAGES if prompt.messages else None

@@ -115,6 +115,7 @@ class TritonServer:
         self._supervisor: threading.Thread | None = None
         # Not an Event: a second signal may interrupt the first one's handler, which holds its lock.
         self._stopping = False
+        self._hurrying = False
         self.is_fetching = False
         """Whether the model's files are being downloaded or converted."""
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -198,6 +199,11 @@ class TritonServer:
         self._stopping = True
         with suppress(OSError):  # it is stopped already
             self._wake_sender.send(b"x")
+
+    def end_requests(self) -> None:
+        """Let a stopping server end unfinished requests at once, with an error; for signal
+        handlers."""
+        self._hurrying = True
 
     def stop(self) -> None:
         """Drain, end all processes, and remove all files. Idempotent."""
@@ -313,7 +319,7 @@ class TritonServer:
             limiter.leave_out(time.monotonic() - began_s)
             self.restarts += 1
         assert self._server is not None
-        self._server.drain()
+        self._server.drain(lambda: self._hurrying)
 
     def _watch(self) -> _Trouble | None:
         """Wait until the server is in trouble; None: a stop was asked for."""
@@ -394,7 +400,8 @@ def _start_build() -> None:
 
 
 def serve(server: TritonServer, on_ready: Callable[[], None] = lambda: None) -> int:
-    """Serve in the foreground until SIGTERM or SIGINT, then drain. Only for the main thread.
+    """Serve in the foreground until SIGTERM or SIGINT, then drain. SIGINT while it drains ends
+    unfinished requests. Only for the main thread.
 
     Args:
         server: not started yet.
@@ -417,6 +424,8 @@ def serve(server: TritonServer, on_ready: Callable[[], None] = lambda: None) -> 
     def on_signal(number: int, frame: FrameType | None) -> None:
         is_first = not server.stop_requested
         server.request_stop()
+        if not is_first and number == signal.SIGINT:
+            server.end_requests()
         if is_first and server.is_fetching:  # fetching does not check for requests to stop
             end.start()
             raise KeyboardInterrupt

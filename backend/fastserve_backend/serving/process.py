@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30
 """How long a stopping server may take to finish streams in flight (tritonserver's default)."""
+# A drain that takes longer is announced: without a word it looks like a server that hangs.
+_SILENT_DRAIN_S = 1.0
 # Unfinished streams then end with an error, after the running step.
 _END_TIMEOUT_S = 5.0
 
@@ -155,12 +157,23 @@ class ServerProcess:
             raise LaunchError(f"the server does not run this model ({foreign}){self._log_hint()}")
         self._probe(deadline, cancelled)
 
-    def drain(self) -> None:
+    def drain(self, hurrying: Callable[[], bool]) -> None:
         """Returns when all requests are answered, late ones with an error, or when the server or
-        a stub has ended."""
+        a stub has ended.
+
+        Args:
+            hurrying: asked while waiting; True ends unfinished requests at once.
+        """
         self._runtime.drain_wanted.set()
-        if not self._await_drained(DRAIN_TIMEOUT_S):
-            logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
+        if self._await_drained(_SILENT_DRAIN_S, hurrying):
+            return
+        if not hurrying():
+            logger.warning(
+                "waiting up to %d s for requests that still run; another Ctrl-C ends them now",
+                DRAIN_TIMEOUT_S,
+            )
+        if not self._await_drained(DRAIN_TIMEOUT_S - _SILENT_DRAIN_S, hurrying):
+            logger.warning("ending the unfinished requests")
             self._runtime.end_wanted.set()
             self._await_drained(_END_TIMEOUT_S)
 
@@ -208,8 +221,11 @@ class ServerProcess:
         """Directories of backends that did not exist before this server."""
         return _backend_directories() - self._foreign_directories
 
-    def _await_drained(self, timeout_s: float) -> bool:
-        """Wait until all requests are answered, or a process has ended; False: time is up."""
+    def _await_drained(
+        self, timeout_s: float, hurrying: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until all requests are answered, or a process has ended; False: time is up, or
+        there is a hurry."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.stubs.update()
@@ -217,7 +233,7 @@ class ServerProcess:
                 return True
             if wait_readable(_DRAIN_POLL_S, self.handle) or self.stubs.ended_model() is not None:
                 return True
-            if time.monotonic() > deadline:
+            if hurrying() or time.monotonic() > deadline:
                 return False
 
     def _check_waiting(self, deadline: float, cancelled: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,9 @@ class RequestValues:
         unknown += [key for key in request if key not in (*keys, *_ONLY_IN_REQUEST)]
         if unknown:
             value = sampling.get(unknown[0], request.get(unknown[0]))
-            allowed = "unknown parameter; allowed are " + ", ".join(keys)
-            raise InvalidRequestError(unknown[0], value, allowed)
+            close = get_close_matches(unknown[0], [*protocol.PROMPTS, *keys], n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(keys)}"
+            raise InvalidRequestError(unknown[0], value, f"unknown parameter; {remedy}")
 
     def get(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
         """The converted value; None: no source has one, or only JSON's null."""

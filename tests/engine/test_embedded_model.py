@@ -72,7 +72,7 @@ def test_answers_are_the_greedy_ones_of_transformers(
     engine = small_llm.engine
     prompts = [engine.checks.encode_chat(conversation(question)) for question in QUESTIONS]
     prompts += [engine.checks.encode(text) for text in TEXTS]
-    params = SamplingParams(max_tokens=80, temperature=0)
+    params = SamplingParams(max_tokens=56, temperature=0)
     completions = small_llm.generate(prompts, params, progress=False)
     assert sum(c.stats.num_preemptions for c in completions if c.stats is not None) > 0
     assert {c.finish_reason for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}

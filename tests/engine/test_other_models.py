@@ -75,7 +75,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
     rng = random.Random(9)
     prompts = [
         [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, POSITIONS - NUM_TOKENS))]
-        for _ in range(12)
+        for _ in range(8)
     ]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     kinds = load_model_config(str(tmp_path), load_format="dummy").layer_groups.kinds

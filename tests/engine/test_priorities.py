@@ -13,7 +13,7 @@ from benchmarks.urgent_job import random_prompts, run_urgent_jobs
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-NUM_LONG, NUM_URGENT = 64, 6
+NUM_LONG, NUM_URGENT = 40, 6
 LONG_TOKENS, URGENT_TOKENS = 120, 10
 IDS = range(4, VOCAB_SIZE)
 LONG = random_prompts(NUM_LONG, IDS, range(5, 41), seed=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.cli import app
 from fastserve_backend.config_sections import ParallelSection
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 from fastserve_backend.rank_protocol.link import Link
@@ -122,12 +123,21 @@ def test_a_pipeline_of_sharded_stages_and_a_length_ratio() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_mistake_is_one_clear_error(arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_clear_error(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, which has imported what the command needs."""
     rates = [] if "--rates" in arguments else ["--rates", "1"]
-    done = simulate("opt-13b", *rates, *arguments)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["fastserve", "simulate", "opt-13b", *rates, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 1
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.fixture

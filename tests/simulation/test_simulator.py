@@ -77,7 +77,7 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
 
 @pytest.mark.parametrize(
     "first",
-    [0, 1000, *(pytest.param(n, marks=pytest.mark.repeated) for n in range(2000, 10_000, 1000))],
+    [0, *(pytest.param(n, marks=pytest.mark.repeated) for n in range(1000, 10_000, 1000))],
 )
 def test_ten_thousand_random_traces(first: int) -> None:
     """No job is lost or late by magic, and the block tables are whole after every step."""

@@ -27,6 +27,9 @@ EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
 # Slower ones, for `make test-all`.
 all-sm_80 all-sm_90: EMULATED += $(addprefix tests/kernels/gpu/,test_experts_kernels.py test_quantized_kernels.py)
 
+# A recipe that names $(MAKE) itself would run under `make -n`, with all its other commands.
+RUN_EMULATED = $(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
+
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
 .PHONY: help install run serve test test-fast test-all endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
@@ -66,7 +69,7 @@ serve: $(INSTALLED)
 
 # Emulated tests only compute. So they fill, with less priority, the cores while other tests wait.
 test: $(INSTALLED)
-	nice -n 19 $(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90 & emulated=$$!; \
+	nice -n 19 $(RUN_EMULATED) & emulated=$$!; \
 	$(BIN)/pytest $(WORKERS) --ignore tests/engine/test_gpu_host.py; code=$$?; \
 	wait $$emulated && exit $$code
 

@@ -37,8 +37,8 @@ def update_docs(results: Path = RESULTS, docs: Path = DOCS) -> Path:
     """Writes the section between the two markers anew; returns ``docs``.
 
     Raises:
-        ReportError: a marker is missing, or a file is no JSON, has another schema or comes from a
-            dry run.
+        ReportError: a marker is missing, or a file is no JSON, has another schema, comes from a
+            dry run or lacks a part of the report.
     """
     text = docs.read_text(encoding="utf-8")
     begin, end = text.find(BEGIN), text.find(END)
@@ -55,20 +55,22 @@ def all_markdown(results: Path = RESULTS) -> str:
     Raises:
         ReportError: as ``update_docs``.
     """
-    documents = []
+    runs = []
     for path in sorted(results.glob("*.json")):
         try:
             document = json.loads(path.read_text("utf-8"))
         except ValueError as error:
             raise ReportError(f"{path}: is no JSON ({error}); remove it") from None
-        if document.get("schema") != SCHEMA:
-            raise ReportError(
-                f"{path}: schema is {document.get('schema')}, not {SCHEMA}; run again"
-            )
-        if document["dry_run"]:
-            raise ReportError(f"{path}: is of a dry run, which measures nothing; remove it")
-        documents.append(document)
-    return "\n\n".join(map(markdown, documents)) or NO_RUN
+        schema = document.get("schema") if isinstance(document, dict) else None
+        if schema != SCHEMA:
+            raise ReportError(f"{path}: schema is {schema}, not {SCHEMA}; run again")
+        try:
+            if document["dry_run"]:
+                raise ReportError(f"{path}: is of a dry run, which measures nothing; remove it")
+            runs.append(markdown(document))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ReportError(f"{path}: is no whole report ({error!r}); run again") from error
+    return "\n\n".join(runs) or NO_RUN
 
 
 def markdown(document: Mapping[str, Any]) -> str:

@@ -29,12 +29,12 @@ command -v "$PYTHON" >/dev/null || refuse "no program $PYTHON; set PYTHON to the
 
 if [ -n "$WHEELS" ]; then
     compgen -G "$WHEELS/*.whl" >/dev/null ||
-        refuse "no wheels in $WHEELS; benchmarks/gpu/wheels.txt says how to fetch them, and WHEELS= does without"
+        refuse "no wheels in $WHEELS; docs/gpu.md says how to fetch them, and WHEELS= does without"
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
         --target "$site" "$WHEELS"/*.whl ||
-        refuse "the wheels in $WHEELS are not for $("$PYTHON" --version); benchmarks/gpu/wheels.txt says how to fetch others"
+        refuse "the wheels in $WHEELS are not for $("$PYTHON" --version); docs/gpu.md says how to fetch others"
     export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 fi
 

@@ -127,6 +127,8 @@ class EngineState:
     prefill_tokens_per_s: float | None = None
     """Prompt tokens that a second computes beside the jobs that decode now, by the latency
     profile; None: the server does not tell."""
+    num_groups: int = 1
+    """Blocks that the same ``block_size`` tokens take: one for each group of layers."""
 
     @classmethod
     def from_json(cls, text: str) -> EngineState:

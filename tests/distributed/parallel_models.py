@@ -53,10 +53,12 @@ START_TIMEOUT_S = 120.0
 
 
 @contextmanager
-def started_ranks(model: Path, **keys: Any) -> Iterator[tuple[DistributedExecutor, Ready]]:
+def started_ranks(
+    model: Path, arrivals: int | None = None, **keys: Any
+) -> Iterator[tuple[DistributedExecutor, Ready]]:
     """Starts ranks without an engine; yields their executor and what the ranks report when
     ready."""
-    executor = DistributedExecutor()
+    executor = DistributedExecutor(arrivals=arrivals)
     keys = {"dtype": "float32", "device": "cpu"} | keys
     config = EngineConfig().with_keys(model=str(model), **keys)
     try:

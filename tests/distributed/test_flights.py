@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fastserve_backend import SamplingParams
+from fastserve_backend.engine.inbox import Inbox
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import distributed
 from fastserve_backend.executor.distributed import DistributedExecutor
@@ -162,3 +165,25 @@ def test_the_engine_keeps_all_stages_at_work(
         assert executor.most_flights == num_stages
         assert len(executor.busy_s) == num_stages
         assert llm.engine.counters.compute_s <= sum(executor.busy_s)
+
+
+def test_an_arrival_ends_the_wait_for_a_copy(
+    small_opt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "ARRIVAL_POLL_S", 60.0)  # the test's limit is shorter
+    inbox: Inbox[str] = Inbox()
+    keys = {"device_blocks": 8, "swap_space_gib": 0.001}
+    with started_ranks(small_opt, arrivals=inbox.descriptor, **keys) as (executor, _):
+        (rank,) = ranks_of(executor)
+        rank.send_signal(signal.SIGSTOP)
+        try:
+            executor.copy(copy_out(1, 0))
+            threading.Timer(0.1, inbox.put, ["a job"]).start()
+            began_s = time.monotonic()
+            assert executor.collect() is None
+            assert time.monotonic() - began_s < 5.0
+            inbox.start_taking()
+            assert inbox.get() == "a job"
+        finally:
+            rank.send_signal(signal.SIGCONT)
+        assert isinstance(executor.collect(), CopyResult)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from fastserve_backend.engine.picture import take_picture
 from fastserve_backend.engine.watches import MAX_WATCHES, Watches
 from fastserve_backend.errors import DrainingError, OverloadedError
 from fastserve_backend.job import JobState, ServiceLevel
+from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_client.engine_state import MAX_LISTED_JOBS, EngineState, ListedJob
+from fastserve_gateway.routing.server_load import ServerLoad
 from jobs import make_job
-from loop_driver import Rig, SimpleModel
+from loop_driver import WINDOWED_KINDS, Rig, SimpleModel
 from policies import POLICIES, make_policy, one_job, skip_join
 
 
@@ -35,6 +39,18 @@ def test_every_policy_has_a_picture(name: str) -> None:
     assert all(job.level < len(state.levels) for job in state.jobs)
     assert state.policy_description == rig.loop.policy.describe()
     assert EngineState.from_json(msgspec.json.encode(state).decode()) == state
+
+
+@pytest.mark.parametrize("kinds", [ONE_GROUP, *WINDOWED_KINDS])
+def test_tokens_that_the_gateway_counts_with_are_those_of_all_groups(
+    kinds: Sequence[LayerKind],
+) -> None:
+    rig = Rig(make_policy("fcfs", BatchLimits(2, 100)), kinds=kinds)
+    needs = rig.loop.kv.tiers.needs
+    state = EngineState.from_json(msgspec.json.encode(picture(rig)).decode())
+    assert ServerLoad.of(state).kv_tokens == (
+        state.device.num_blocks * needs.block_size // sum(kind.num_groups for kind in kinds)
+    )
 
 
 def test_a_job_from_arrival_to_preemption() -> None:

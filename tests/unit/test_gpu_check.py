@@ -233,6 +233,10 @@ def test_the_table_has_phases_goals_and_figures(dry_run: dict[str, Any]) -> None
     assert "| gap, ms | ≤ 0.5 | ≤ 0.1 | 0.75 | **missed** |" in text
 
 
+def without(document: dict[str, Any], part: str) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name != part}
+
+
 def test_documentation_takes_whole_runs_on_gpus_alone(
     dry_run: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -254,7 +258,14 @@ def test_documentation_takes_whole_runs_on_gpus_alone(
     path.write_text("{")
     with pytest.raises(report.ReportError, match="is no JSON"):
         report.update_docs(results, docs)
-    path.write_text(json.dumps(dry_run | {"dry_run": False}))
+    whole = dry_run | {"dry_run": False}
+    parts = ["dry_run", "machine", "phases", "goals"]
+    damaged = [*({**whole, part: None} for part in parts[1:]), *(without(whole, p) for p in parts)]
+    for document in [[], None, *damaged]:
+        path.write_text(json.dumps(document))
+        with pytest.raises(report.ReportError, match=r"gpu\.json: .*; run again"):
+            report.update_docs(results, docs)
+    path.write_text(json.dumps(whole))
     report.update_docs(results, docs)
     assert "**Paged decode**" in docs.read_text()
     docs.write_text("no markers")
@@ -475,7 +486,7 @@ def test_a_call_ends_with_the_checks_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WHEELS": "/nowhere"}, "no wheels in /nowhere; benchmarks/gpu/wheels.txt says how"),
+        ({"WHEELS": "/nowhere"}, "no wheels in /nowhere; docs/gpu.md says how"),
         ({"WHEELS": "{broken}"}, "are not for Python 3"),
         ({"MINUTES": "2.5"}, "MINUTES=2.5 is not a whole number above 0"),
         ({"PYTHON": "no-python"}, "no program no-python; set PYTHON"),

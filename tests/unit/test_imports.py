@@ -183,6 +183,15 @@ def test_a_rank_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
     assert not unused & loaded_modules("import fastserve_backend.worker.worker")
 
 
+def test_the_launcher_does_not_wait_for_numpy() -> None:
+    """Everything else of a start waits for the launcher."""
+    program = """
+import fastserve_backend.cli.app
+import fastserve_backend.serving.launch, fastserve_backend.serving.served_models
+"""
+    assert not {"torch", "numpy"} & loaded_modules(program)
+
+
 def test_recording_a_step_does_not_import_torchs_compiler() -> None:
     """That would take a second of each start, and 135 MB."""
     program = """

@@ -22,6 +22,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.config_sections import START_TIMEOUT_S
 from fastserve_backend.engine.admission import Admission
 from fastserve_backend.engine.delivery import TextDelivery
+from fastserve_backend.engine.inbox import Inbox
 from fastserve_backend.engine.loop_setup import LoopSetup
 from fastserve_backend.engine.picture import take_picture, take_snapshot
 from fastserve_backend.engine.request_checks import RequestChecks
@@ -101,7 +102,7 @@ class Engine:
         """Whether the engine failed because the ranks were restarted too often."""
         weights = config.tenants.read_weights()
         self._admission = Admission(config.scheduler.max_queued_requests, config.tenants, weights)
-        self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
+        self._inbox: Inbox[_InboxItem] = Inbox()
         self._watches = Watches()
         self._job_numbers = itertools.count()
         predictor = PredictorSettings.of(config)
@@ -179,7 +180,9 @@ class Engine:
 
     def _make_executor(self) -> DistributedExecutor:
         num_ranks = self.config.parallel.num_ranks
-        return DistributedExecutor(self._cluster, num_early_ranks=num_ranks)
+        return DistributedExecutor(
+            self._cluster, num_early_ranks=num_ranks, arrivals=self._inbox.descriptor
+        )
 
     @property
     def failure(self) -> str | None:
@@ -336,12 +339,13 @@ class Engine:
     def _take_inbox(self, *, wait: bool) -> bool:
         """Take all items; with ``wait``, wait a while for the first. False if closed."""
         self._show_watchers()
+        self._inbox.start_taking()
         timeout_s = min(IDLE_CHECK_S, self._watches.due_in_s(self.clock.now()))
         jobs = self._loop.jobs
         while True:
             wait_s = timeout_s if wait else self._loop.mask_wait_s
             try:
-                item = self._inbox.get(block=wait_s > 0, timeout=wait_s)
+                item = self._inbox.get(wait_s)
             except queue.Empty:
                 return True
             wait = False
@@ -376,7 +380,7 @@ class Engine:
         self._watches.close()
         while True:
             try:
-                item = self._inbox.get_nowait()
+                item = self._inbox.get()
             except queue.Empty:
                 break
             if isinstance(item, Job):  # accepted before it was refused

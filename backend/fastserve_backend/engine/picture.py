@@ -77,6 +77,7 @@ def take_picture(
             job.num_uncomputed for job in loop.jobs if job.first_token_s is None
         ),
         prefill_tokens_per_s=_prefill_tokens_per_s(running, policy, latency),
+        num_groups=tiers.needs.num_groups,
     )
 
 

@@ -43,7 +43,7 @@ class Executor(Protocol):
         ``timeout_s`` have passed.
 
         There must be an unfinished step or copy. None: neither has ended, and the caller may want
-        to submit another step.
+        to submit another step, because the first stage is free or there is an arrival.
 
         Raises:
             EngineError: a rank died or stopped answering, or a step or a copy does not end. The

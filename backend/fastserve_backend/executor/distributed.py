@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 COPY_TIMEOUT_S = 60.0
 # A step that takes this long hangs on its device, although the rank's heartbeats go on.
 STEP_TIMEOUT_S = 600.0
-# While the first stage is free, collect() returns this often: its caller looks for arrivals.
+# While the first stage is free, collect() returns this often: its caller looks for what is due.
 ARRIVAL_POLL_S = 0.01
 _log = logging.getLogger(__name__)
 # Longest path of the directory for temporary files. The address of a Unix socket is short, and the
@@ -61,12 +61,20 @@ class DistributedExecutor:
     ended when every rank has made its part of it.
     """
 
-    def __init__(self, cluster: Cluster | None = None, *, num_early_ranks: int = 0) -> None:
+    def __init__(
+        self,
+        cluster: Cluster | None = None,
+        *,
+        num_early_ranks: int = 0,
+        arrivals: int | None = None,
+    ) -> None:
         """
         Args:
             cluster: needed if ranks run on other hosts; the caller closes it.
             num_early_ranks: without a cluster, so many processes start now. They import torch while
                 the caller prepares `start`. 0: they start then.
+            arrivals: a descriptor. As soon as it is readable, `collect` returns while the first
+                stage is free.
 
         Raises:
             ConfigError: the cluster's address cannot be listened on.
@@ -75,6 +83,7 @@ class DistributedExecutor:
         self.busy_s: list[float] = []
         """Seconds that each stage has computed so far, without waits for other stages."""
         self._cluster = cluster
+        self._arrivals = arrivals
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # By default ZeroMQ silently drops messages to a rank that is a thousand messages behind.
@@ -216,9 +225,7 @@ class DistributedExecutor:
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         return_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            received = self._receive(
-                time.monotonic() + ARRIVAL_POLL_S if self.can_submit else return_s
-            )
+            received = self._receive_or_arrival() if self.can_submit else self._receive(return_s)
             if received is None:
                 return None
             rank, message = received
@@ -230,6 +237,18 @@ class DistributedExecutor:
                 return self._end_step(message)
             if isinstance(message, StageDone) and self._end_stage(rank, message):
                 return None
+
+    def _receive_or_arrival(self) -> tuple[int, FromRank] | None:
+        """The next message and its rank; None after ``ARRIVAL_POLL_S``, or sooner if there is an
+        arrival."""
+        deadline = time.monotonic() + ARRIVAL_POLL_S
+        if self._arrivals is None:
+            return self._receive(deadline)
+        self._poller.register(self._arrivals, zmq.POLLIN)
+        try:
+            return self._receive(deadline)
+        finally:
+            self._poller.unregister(self._arrivals)
 
     def check(self) -> None:
         while (received := self._receive(time.monotonic())) is not None:
@@ -333,7 +352,10 @@ class DistributedExecutor:
                 if rank is not None:
                     return rank, message
             else:
+                has_arrived = readable.pop(self._arrivals, 0) != 0
                 self._watch(readable)
+                if has_arrived:
+                    return None
             if deadline is not None and time.monotonic() >= deadline:
                 return None
 

@@ -186,8 +186,7 @@ class WorkListBatch(GroupBatch):
     def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
         out = ops.empty(query.shape, query)
         self._decode(query, kv, layer, rule, out)
-        if self.has_prompts:
-            self._prefill(query, kv, layer, rule, out)
+        self._prefill(query, kv, layer, rule, out)
         return out
 
     def write_and_attend(
@@ -233,7 +232,7 @@ class WorkListBatch(GroupBatch):
     def _prefill(
         self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
     ) -> None:
-        """Fill the rows of prompts. They may be among the first R, so decodes come first."""
+        """Fill the rows of prompts, if any. Some may be among the first R: decodes come first."""
         from fastserve_kernels.gpu.paged_prefill import paged_prefill
 
         paged_prefill(

@@ -29,12 +29,12 @@ from fastserve_backend.serving.codec import (
     decode_watch,
     refuse_unknown_keys,
 )
+from fastserve_backend.serving.grpc_status import GRPC_STATUS_HEADER
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.job_spans import JobSpans
 from fastserve_backend.serving.metrics import MetricsPublisher
 from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.repository import ENGINE_FILE
-from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_backend.serving.streaming import (

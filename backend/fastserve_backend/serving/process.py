@@ -27,8 +27,8 @@ from fastserve_client.protocol import (
 
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
+from fastserve_backend.serving.grpc_status import GRPC_STATUS_HEADER
 from fastserve_backend.serving.installation import TritonInstallation
-from fastserve_backend.serving.request_values import GRPC_STATUS_HEADER
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 from fastserve_backend.serving.stubs import LoadedStubs
 

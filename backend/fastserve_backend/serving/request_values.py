@@ -19,10 +19,7 @@ from fastserve_backend.checkpoints.chat_options import MAX_TOOLS_CHARS
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES
-
-GRPC_STATUS_HEADER = "triton_grpc_error"
-"""Header of a gRPC stream that wants errors as the status of the call. Servers before 26.04 forward
-it as a request parameter, because they need such a stream answered in another way."""
+from fastserve_backend.serving.grpc_status import GRPC_STATUS_HEADER
 
 # Enough for all stop words at their longest, and for little else.
 MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20

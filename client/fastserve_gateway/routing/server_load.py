@@ -18,7 +18,7 @@ class ServerLoad:
     prefill_tokens_per_s: float | None
     """Speed of prompts beside the jobs that decode; None: the server does not tell."""
     kv_tokens: int
-    """That the KV blocks of the device hold."""
+    """That the KV blocks of the device hold, of jobs within their windows."""
     computed_tokens: int
     """Since the server's start. Kept KV ages by it: new KV takes the place of old KV."""
 
@@ -29,7 +29,7 @@ class ServerLoad:
             num_jobs=state.running + state.waiting,
             waiting_prompt_tokens=state.waiting_prompt_tokens,
             prefill_tokens_per_s=state.prefill_tokens_per_s,
-            kv_tokens=state.device.num_blocks * state.block_size,
+            kv_tokens=state.device.num_blocks * state.block_size // state.num_groups,
             computed_tokens=(
                 totals.prompt_tokens - totals.reused_prompt_tokens + totals.generation_tokens
             ),

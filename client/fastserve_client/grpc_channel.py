@@ -39,12 +39,13 @@ to its end, and the channel stays open for it.
 """
 
 
-def open_channel(api: Any, endpoint: Endpoint) -> Any:
+def open_channel(api: Any, endpoint: Endpoint, *more_options: tuple[str, Any]) -> Any:
     """A channel of ``api``, which is ``grpc`` or ``grpc.aio``; it connects at the first call."""
+    options = (*_OPTIONS, *more_options)
     if not endpoint.uses_tls:
-        return api.insecure_channel(endpoint.target, options=_OPTIONS)
+        return api.insecure_channel(endpoint.target, options=options)
     credentials = grpc.ssl_channel_credentials(_system_roots())
-    return api.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+    return api.secure_channel(endpoint.target, credentials, options=options)
 
 
 def stream_method(channel: Any) -> Any:

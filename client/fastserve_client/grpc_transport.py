@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
+from grpc.experimental import ChannelOptions
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from fastserve_client.endpoint import Endpoint
@@ -17,6 +19,11 @@ from fastserve_client.grpc_channel import END_S, open_channel, status_error, str
 from fastserve_client.grpc_codec import decode_response, encode_request, is_last
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
+
+# The thread that iterates over a call takes its events itself. By default another thread takes
+# those of all calls, and each response wakes both. While a thread waits, signal handlers run within
+# 0.2 s.
+_EVENTS_TO_READER = (ChannelOptions.SingleThreadedUnaryStream, 1)
 
 
 class GrpcTransport:
@@ -33,7 +40,7 @@ class GrpcTransport:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._url = str(endpoint)
-        self._channel = open_channel(grpc, endpoint)
+        self._channel = open_channel(grpc, endpoint, _EVENTS_TO_READER)
         self._stream = stream_method(self._channel)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._ending: set[threading.Event] = set()
@@ -68,30 +75,33 @@ class GrpcCall(Iterator[Outputs]):
         self._call = call
         self._url = url
         self._ending = ending
-        self._end: threading.Event | None = None  # set when the last response has come
+        self._has_last = False
 
     def __next__(self) -> Outputs:
-        if self._end is not None:
-            self._end.wait(END_S)
+        if self._has_last:
             raise StopIteration
         try:
             response = next(self._call)
         except grpc.RpcError as error:
             raise status_error(self._url, error) from None
         if response.error_message or is_last(response.infer_response):
-            self._end = end = threading.Event()
-            self._ending.add(end)
-            # This also keeps a reference: a call without any would cancel itself.
-            self._call.add_done_callback(lambda _: self._has_ended(end))
+            self._read_end()
         if response.error_message:
-            end.wait(END_S)
             raise error_from_message(response.error_message)
         return decode_response(response.infer_response)
 
-    def cancel(self) -> None:
-        if self._end is None:
-            self._call.cancel()
+    def _read_end(self) -> None:
+        # No other thread would, and a call that is dropped before its end cancels itself.
+        self._has_last = True
+        end = threading.Event()
+        self._ending.add(end)
+        try:
+            with suppress(grpc.RpcError):
+                next(self._call, None)
+        finally:
+            self._ending.discard(end)
+            end.set()
 
-    def _has_ended(self, end: threading.Event) -> None:
-        self._ending.discard(end)
-        end.set()
+    def cancel(self) -> None:
+        if not self._has_last:
+            self._call.cancel()

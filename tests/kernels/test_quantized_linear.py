@@ -20,7 +20,17 @@ CPU = torch.device("cpu")
 Numbers = torch.dtype | Literal["steps"]
 NUMBERS: list[Numbers] = [torch.float16, torch.bfloat16, torch.float32, "steps"]
 # In features and columns of a group: whole superblocks or not, whole vectors or not, a whole row.
-GROUPS = [(32, 16), (256, 32), (576, 32), (1536, 128), (576, 576), (50, 50), (48, 16), (48, 48)]
+GROUPS = [
+    (32, 16),
+    (256, 32),
+    (576, 32),
+    (288, 96),
+    (1536, 128),
+    (576, 576),
+    (50, 50),
+    (48, 16),
+    (48, 48),
+]
 ROWS = (0, 1, 2, 3, 4, 5, 17, 100)
 
 

@@ -171,7 +171,11 @@ def test_experts_in_few_bits_compute_what_dequantized_ones_do(
         executor.step([(0, 30), (1, 7)])
         executor.step([(0, 1), (1, 1)])
         logits.append(torch.stack([row for job in executor.jobs for row in job.logits]))
-    assert torch.equal(*logits)
+    if dtype == "float32":
+        assert torch.equal(*logits)
+    else:  # rows may be rounded to 8 bits, and random weights make much of it
+        few_bits, exact = (one.float() for one in logits)
+        assert (few_bits - exact).norm() < 0.2 * exact.norm()
     few = load_model_config(str(tmp_path / "few"), load_format="auto", dtype=dtype)
     saved = sum(
         one.dequantized().size * DTYPE_BYTES[dtype]

@@ -42,16 +42,17 @@ struct Query {
     template <typename T, typename Begin>
     void softmax(Begin begin, int end, float scale) {
         const int first = begin / PAIR * PAIR, padded = (end + PAIR - 1) / PAIR * PAIR;
-        const auto is_whole = [&](int i) {
-            const int pair = i / PAIR * PAIR;
-            return begin <= pair && pair + PAIR <= end;
-        };
+        const auto is_whole = [&](int pair) { return begin <= pair && pair + PAIR <= end; };
+        // A Pair at a time: the processor computes both halves at once.
         vf high = splat(max);
-        for (int i = first; i < padded; i += W) {
-            vf score = *(const vf_mem*)(weights + i) * scale;
-            if (!is_whole(i)) score = is_within<T>(i, begin, end) ? score : splat(-INFINITY);
-            *(vf_mem*)(weights + i) = score;
-            high = vmax(score, high);
+        for (int i = first; i < padded; i += PAIR) {
+            vf a = *(const vf_mem*)(weights + i) * scale, b = *(const vf_mem*)(weights + i + W) * scale;
+            if (!is_whole(i)) {
+                a = is_within<T>(i, begin, end) ? a : splat(-INFINITY);
+                b = is_within<T>(i + W, begin, end) ? b : splat(-INFINITY);
+            }
+            store_pair(weights + i, {a, b});
+            high = vmax(b, vmax(a, high));
         }
         const float highest = hmax(high);
         // Always computed: whether it is 1 cannot be predicted.
@@ -59,11 +60,16 @@ struct Query {
         rescale = highest == max ? 1.f : less;
         max = highest;
         vf total = sums * rescale;
-        for (int i = first; i < padded; i += W) {
-            vf e = exp2_nonpositive(*(const vf_mem*)(weights + i) - max);
-            if (!is_whole(i)) e = is_within<T>(i, begin, end) ? e : vf{};
-            total += e;
-            *(vf_mem*)(weights + i) = e;
+        for (int i = first; i < padded; i += PAIR) {
+            vf a = exp2_nonpositive(*(const vf_mem*)(weights + i) - max);
+            vf b = exp2_nonpositive(*(const vf_mem*)(weights + i + W) - max);
+            if (!is_whole(i)) {
+                a = is_within<T>(i, begin, end) ? a : vf{};
+                b = is_within<T>(i + W, begin, end) ? b : vf{};
+            }
+            total += a;
+            total += b;
+            store_pair(weights + i, {a, b});
         }
         sums = total;
     }

@@ -62,7 +62,12 @@ class RowsOfType {
     RowsOfType(const Rows<S, CHUNK>& rows, const Chunk& chunk, int64_t offset, int64_t dim) {
         const int seen = chunk.count - chunk.unseen;
         if constexpr (std::is_same_v<T, S>) {
-            for (int i = 0; i < seen; ++i) rows_[chunk.unseen + i] = rows.at[i] + offset;
+            for (int i = 0; i < seen; ++i) {
+                const T* const row = rows_[chunk.unseen + i] = rows.at[i] + offset;
+                // Blocks are far apart: the processor does not see which rows come next.
+                for (int64_t line = 0; line < dim; line += 64 / (int64_t)sizeof(T))
+                    __builtin_prefetch(row + line);
+            }
         } else {
             widened_.resize(seen * dim);
             for (int i = 0; i < seen; ++i) {
@@ -174,11 +179,11 @@ static void prefill(const Team* team, const PrefillArgs& a) {
                          chunk.first_position + chunk.unseen, chunk.count - chunk.unseen, keys,
                          values);
             const RowsOfType<T, S> key_rows(keys, chunk, offset, a.key_dim);
+            const RowsOfType<T, S> value_rows(values, chunk, offset, a.value_dim);
             for (int64_t p = 0; p < chunk.num_panels(); ++p)
                 pack_panel([&](int64_t n) { return key_rows[p * PAIR + n]; },
                            chunk.count - p * PAIR, a.key_dim,
                            keys_of(chunk, kv_head) + p * key_panel);
-            const RowsOfType<T, S> value_rows(values, chunk, offset, a.value_dim);
             for (int64_t c = 0; c < pairs; ++c)
                 pack_panel_by_rows([&](int64_t k) { return value_rows[k] + c * PAIR; },
                                    a.value_dim - c * PAIR, chunk.count,

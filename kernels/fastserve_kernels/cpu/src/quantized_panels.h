@@ -26,12 +26,11 @@
 namespace fastserve {
 
 constexpr int64_t BLOCK = 16;       // neighbours of a column
-constexpr int64_t BLOCKS_OF_SCALE = 4;  // of rounded rows, see rounded_rows.h
+// Of rounded rows: those that share a scale, and half of them. See rounded_rows.h.
+constexpr int64_t BLOCKS_OF_SCALE = 4, BLOCKS_OF_HALF = 2;
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
-// So far ahead memory is fetched: what a core reads while it waits for it. With more rows it waits for
-// less of it at a time, and the next panel can be fetched.
-constexpr int64_t AHEAD = 4096, FAR_AHEAD = 16384;  // bytes
+constexpr int64_t AHEAD = 4096;     // bytes: so far ahead memory is fetched, what a core reads while it waits
 
 // How numbers are stored. The Python side passes these.
 enum Numbers : int64_t { kNoNumbers = 0, kHalf = 1, kBrainHalf = 2, kSingle = 3, kByte = 4 };
@@ -378,12 +377,11 @@ class Piece {
     bool is_plain() const { return stored_.codes == kPlain; }
 
     // Whether its products may be with rounded rows. A row in bfloat16 has been rounded to 8 bits already.
-    // With smaller groups, sums are scaled too often: it takes longer than widening for one row, and is 1.1
-    // times as fast for many.
+    // In groups of 16 columns there are few products for each sum that has to be scaled.
     bool rounds_rows() const {
 #if defined(ROUNDS_ROWS)
         return sizeof(T) < sizeof(float) && stored_.codes != kPlain && stored_.codes != kFloat8 &&
-               (group_blocks_ % BLOCKS_OF_SCALE == 0 || group_blocks_ == blocks_);
+               (group_blocks_ % BLOCKS_OF_HALF == 0 || group_blocks_ == blocks_);
 #else
         return false;
 #endif

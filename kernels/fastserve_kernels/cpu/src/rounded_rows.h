@@ -1,6 +1,7 @@
 // Products of weights of few bits with rows that are rounded to 8 bits. Each 64 neighbours of a row share
 // a scale. Their products with codes are summed as whole numbers, which is exact, and an instruction does
-// four of them in a lane. That takes less time than to widen the weights, if groups of these are as large.
+// four of them in a lane. That takes less time than to widen the weights, if groups of these have at least
+// half as many columns.
 #pragma once
 
 #include "int8_tokens.h"
@@ -10,16 +11,26 @@
 
 namespace fastserve {
 
-constexpr int64_t BLOCKS_OF_GROUP = 2, ROUNDED = BLOCKS_OF_GROUP * BLOCK;
-constexpr int64_t GROUPS_OF_SCALE = BLOCKS_OF_SCALE / BLOCKS_OF_GROUP;
+constexpr int64_t ROUNDED = BLOCKS_OF_SCALE * BLOCK;
+// Rows of a tile at most: their sums, as whole numbers and as floats, take 24 of 32 registers, or 8 of 16.
+#if defined(__AVX512F__)
+constexpr int ROUNDED_ROWS = 6;
+#else
+constexpr int ROUNDED_ROWS = 2;
+#endif
+// Where the next panel is fetched to. The first level holds the rows and this panel.
+constexpr int SECOND_LEVEL = 2;
 
-// ROUNDED neighbours of a row. It shares its scale with the group beside it.
+// ROUNDED neighbours of a row.
 struct RoundedGroup {
     int8_t codes[ROUNDED];  // zeros past the end of the row
     float scale;
-    int32_t sum;   // of the codes
-    float scaled;  // their sum, times the scale
+    int32_t sums[3];  // of the codes of each Part
+    float scaled[3];  // these sums, times the scale
 };
+
+// What of a RoundedGroup is multiplied with a group of the weight.
+enum Part { kFirstHalf, kSecondHalf, kWhole };
 
 // The largest of the bits of floats without a sign, as a float.
 template <int DISTANCE = W / 2>
@@ -41,14 +52,12 @@ static inline int32_t hsum(vi x) {
     return x[0];
 }
 
-// Groups that share a scale, `stride` apart; `count` elements of the row are left. An element that is
-// infinite or NaN makes them NaN.
-static inline void round_groups(const bf16* x, int64_t count, int64_t groups, int64_t stride,
-                                RoundedGroup* to) {
-    constexpr int PAIRS = ROUNDED / PAIR;  // of a group
-    Pair pairs[GROUPS_OF_SCALE * PAIRS];
+// The first `count` elements of a group, up to ROUNDED of them. One that is infinite or NaN makes it NaN.
+static inline void round_group(const bf16* x, int64_t count, RoundedGroup* to) {
+    constexpr int PAIRS = ROUNDED / PAIR;
+    Pair pairs[PAIRS];
     vu largest = {};  // bits of magnitudes, whose order is that of the numbers; a NaN is above all
-    for (int p = 0; p < groups * PAIRS; ++p) {
+    for (int p = 0; p < PAIRS; ++p) {
         const int64_t n = std::min<int64_t>(PAIR, count - p * PAIR);
         pairs[p] = n > 0 ? load_pair_n(x + p * PAIR, (int)n) : Pair{};
         const vu a = (vu)magnitude(pairs[p].a), b = (vu)magnitude(pairs[p].b);
@@ -60,22 +69,23 @@ static inline void round_groups(const bf16* x, int64_t count, int64_t groups, in
     constexpr float SMALLEST = 1e-30f;
     const bool is_finite = most <= std::numeric_limits<float>::max();
     const vf steps = splat(is_finite && most > SMALLEST ? MOST_CODE / most : 0.f);
-    const float scale = is_finite ? most / MOST_CODE : std::numeric_limits<float>::quiet_NaN();
     const vf magic = splat(12582912.f);  // 1.5 * 2^23: no fraction is left, and codes are the last bits
-    for (int64_t g = 0; g < groups; ++g, to += stride) {
-        to->scale = scale;
-        to->sum = 0;
-        for (int p = 0; p < PAIRS; ++p) {
-            const Pair x = is_finite ? pairs[g * PAIRS + p] : Pair{};
-            const vu even = (vu)(x.a * steps + magic), odd = (vu)(x.b * steps + magic);
-            typedef uint16_t narrow __attribute__((vector_size(W * 2)));
-            const narrow codes =
-                __builtin_convertvector((even & 0xffu) | (odd & 0xffu) << 8, narrow);
-            std::memcpy(to->codes + p * PAIR, &codes, sizeof codes);
-            to->sum += hsum((vi)(even + odd - 2 * (vu)magic));
-        }
-        to->scaled = scale * (float)to->sum;
+    to->scale = is_finite ? most / MOST_CODE : std::numeric_limits<float>::quiet_NaN();
+    static_assert(PAIRS % 2 == 0);
+    vi sums[2] = {};
+    for (int p = 0; p < PAIRS; ++p) {
+        const Pair of = is_finite ? pairs[p] : Pair{};
+        const vu even = (vu)(of.a * steps + magic), odd = (vu)(of.b * steps + magic);
+        typedef uint16_t narrow __attribute__((vector_size(W * 2)));
+        const narrow codes = __builtin_convertvector((even & 0xffu) | (odd & 0xffu) << 8, narrow);
+        std::memcpy(to->codes + p * PAIR, &codes, sizeof codes);
+        sums[p / (PAIRS / 2)] += (vi)(even + odd - 2 * (vu)magic);
     }
+    to->sums[kFirstHalf] = hsum(sums[0]);
+    to->sums[kSecondHalf] = hsum(sums[1]);
+    to->sums[kWhole] = to->sums[kFirstHalf] + to->sums[kSecondHalf];
+    for (const Part part : {kFirstHalf, kSecondHalf, kWhole})
+        to->scaled[part] = to->scale * (float)to->sums[part];
 }
 
 // Adds, in each lane, the products of four bytes without a sign and four bytes with one.
@@ -101,122 +111,123 @@ static inline vu codes_of_quarter(const uint8_t* block, int quarter, int v) {
            (moved(plane, high.shift, 4) & (CODES == k5Bits ? 0x10101010u : 0x30303030u));
 }
 
-// sums[m] += the products of row m with BLOCKS blocks, from the first of its group on. Groups are M apart.
-template <int64_t CODES, int BLOCKS, int M>
-__attribute__((always_inline)) static inline void add_blocks(const uint8_t* codes, int32_t center,
-                                                             Pair scale, const RoundedGroup* x,
-                                                             Pair* sums) {
-    vi products[M][2];
-    for (int m = 0; m < M; ++m) {
-        const int32_t sum = BLOCKS > BLOCKS_OF_GROUP ? x[m].sum + x[M + m].sum : x[m].sum;
-        products[m][0] = products[m][1] = -center * sum - vi{};
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < BLOCKS * BLOCK / 4; ++i) {
-        const uint8_t* const of_block = codes + i / 4 * BYTES_OF_BLOCK<CODES>;
-        if (i % 4 == 0) fetch_ahead<CODES>(of_block, M > 4 ? FAR_AHEAD : AHEAD);
-        const vu first = codes_of_quarter<CODES>(of_block, i % 4, 0);
-        const vu second = codes_of_quarter<CODES>(of_block, i % 4, 1);
-#pragma GCC unroll 8
+// Sums of the products of M rows with the codes of a group of them.
+template <int64_t CODES, int M>
+struct SumsOfGroup {
+    // With few rows, every other product has a sum of its own, as each waits for the one before it.
+    static constexpr int CHAINS = 2 * M <= ROUNDED_ROWS ? 2 : 1;
+    vi sums[CHAINS][M][2];
+
+    __attribute__((always_inline)) SumsOfGroup(int32_t center, const RoundedGroup* x, Part part) {
         for (int m = 0; m < M; ++m) {
-            int32_t four;
-            std::memcpy(&four, x[i * 4 / ROUNDED * M + m].codes + i * 4 % ROUNDED, 4);
-            const vi row = four - vi{};
-            products[m][0] = add_products(products[m][0], first, row);
-            products[m][1] = add_products(products[m][1], second, row);
+            sums[0][m][0] = sums[0][m][1] = -center * x[m].sums[part] - vi{};
+            for (int chain = 1; chain < CHAINS; ++chain) sums[chain][m][0] = sums[chain][m][1] = vi{};
         }
     }
+
+    // Block i of the group.
+    __attribute__((always_inline)) inline void add_block(const uint8_t* block, int64_t i,
+                                                         const RoundedGroup* x) {
+#pragma GCC unroll 4
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            auto& of_rows = sums[quarter % CHAINS];
+            const vu first = codes_of_quarter<CODES>(block, quarter, 0);
+            const vu second = codes_of_quarter<CODES>(block, quarter, 1);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-        const float of_row = x[m].scale;
-        sums[m].a += __builtin_convertvector(products[m][0], vf) * (scale.a * of_row);
-        sums[m].b += __builtin_convertvector(products[m][1], vf) * (scale.b * of_row);
+            for (int m = 0; m < M; ++m) {
+                int32_t four;
+                std::memcpy(&four, x[m].codes + i * BLOCK + quarter * 4, 4);
+                const vi row = four - vi{};
+                of_rows[m][0] = add_products(of_rows[m][0], first, row);
+                of_rows[m][1] = add_products(of_rows[m][1], second, row);
+            }
+        }
     }
-}
+
+    Pair of_row(int m) const {
+        vi first = sums[0][m][0], second = sums[0][m][1];
+        for (int chain = 1; chain < CHAINS; ++chain) {
+            first += sums[chain][m][0];
+            second += sums[chain][m][1];
+        }
+        return {__builtin_convertvector(first, vf), __builtin_convertvector(second, vf)};
+    }
+};
 
 // A panel of a piece.
 struct PieceOfPanel {
     const Piece<bf16>* piece;
     int64_t panel;
 
-    // sums [M] += the products of a tile of M rows with groups from `begin` up to `end`.
+    // sums [M], `stride` apart, of a tile of M rows with the groups from `begin` up to `end`, added to those
+    // before if there are any.
     template <int M>
-    void add(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
+    void multiply(int64_t begin, int64_t end, const RoundedGroup* tile, float* sums,
+                  int64_t stride, Ahead ahead) const {
         piece->with_codes([&](auto codes_constant) {
             constexpr int64_t CODES = decltype(codes_constant)::value;
             if constexpr (CODES != kFloat8) {
-                add_codes<CODES, M>(begin, end, tile, sums);
-                if (piece->has_offset()) add_offsets<CODES, M>(begin, end, tile, sums);
+                if (piece->has_offset())
+                    multiply<CODES, M, true>(begin, end, tile, sums, stride, ahead);
+                else
+                    multiply<CODES, M, false>(begin, end, tile, sums, stride, ahead);
             }
         });
     }
 
    private:
-    // What a group of the weight and one of the rows have in common.
-    struct Common {
-        const uint8_t* codes;
-        Pair scale, offset;
-        const RoundedGroup* x;  // of M rows; a scale's groups, or one
-        int64_t blocks;         // those of a scale or of a group, or the last one of a row
-    };
-
-    template <int64_t CODES, int M, typename F>
-    __attribute__((always_inline)) inline void for_common(int64_t begin, int64_t end,
-                                                          const RoundedGroup* tile,
-                                                          const F& f) const {
+    template <int64_t CODES, int M, bool HAS_OFFSET>
+    void multiply(int64_t begin, int64_t end, const RoundedGroup* tile, float* sums,
+                  int64_t stride, Ahead ahead) const {
+        const int32_t center = (int32_t)piece->center();
+        Pair acc[M];
+        for (int m = 0; m < M; ++m) acc[m] = begin > 0 ? load_pair(sums + m * stride) : Pair{};
         piece->template for_blocks<CODES>(
-            panel, begin * BLOCKS_OF_GROUP, std::min(end * BLOCKS_OF_GROUP, piece->blocks()),
+            panel, begin * BLOCKS_OF_SCALE, std::min(end * BLOCKS_OF_SCALE, piece->blocks()),
             [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
-                for (int64_t blocks; first < last; first += blocks) {
-                    blocks = BLOCKS_OF_SCALE;
-                    while (first % blocks || last - first < blocks) blocks /= 2;
-                    f(Common{codes, scale, offset, tile + first / BLOCKS_OF_GROUP * M, blocks});
+                const auto add = [&](auto blocks, Part part) {
+                    const RoundedGroup* const x = tile + first / BLOCKS_OF_SCALE * M;
+                    SumsOfGroup<CODES, M> products(center, x, part);
+#pragma GCC unroll 4
+                    for (int i = 0; i < blocks; ++i) {
+                        const char* const next = ahead.first + (first + i) * ahead.stride;
+                        for (int64_t line = 0; line < ahead.stride; line += 64)
+                            __builtin_prefetch(next + line, 0, SECOND_LEVEL);
+                        products.add_block(codes + i * BYTES_OF_BLOCK<CODES>,
+                                           first % BLOCKS_OF_SCALE + i, x);
+                    }
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; ++m) {
+                        const Pair sum = products.of_row(m);
+                        acc[m].a += sum.a * (scale.a * x[m].scale);
+                        acc[m].b += sum.b * (scale.b * x[m].scale);
+                        if (HAS_OFFSET) {
+                            acc[m].a += offset.a * x[m].scaled[part];
+                            acc[m].b += offset.b * x[m].scaled[part];
+                        }
+                    }
                     codes += blocks * BYTES_OF_BLOCK<CODES>;
+                    first += blocks;
+                };
+                while (first < last) {
+                    const int64_t in_group = first % BLOCKS_OF_SCALE;
+                    const Part half = in_group < BLOCKS_OF_HALF ? kFirstHalf : kSecondHalf;
+                    if (in_group == 0 && last - first >= BLOCKS_OF_SCALE)
+                        add(std::integral_constant<int, BLOCKS_OF_SCALE>(), kWhole);
+                    else if (last - first >= BLOCKS_OF_HALF)
+                        add(std::integral_constant<int, BLOCKS_OF_HALF>(), half);
+                    else  // at the end of a row
+                        add(std::integral_constant<int, 1>(), half);
                 }
             });
-    }
-
-    template <int64_t CODES, int M>
-    void add_codes(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
-        const int32_t center = (int32_t)piece->center();
-        Pair acc[M];  // in registers, as no one else has its address
-        for (int m = 0; m < M; ++m) acc[m] = sums[m];
-        for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
-            if (of.blocks == BLOCKS_OF_SCALE)
-                add_blocks<CODES, BLOCKS_OF_SCALE, M>(of.codes, center, of.scale, of.x, acc);
-            else if (of.blocks == BLOCKS_OF_GROUP)
-                add_blocks<CODES, BLOCKS_OF_GROUP, M>(of.codes, center, of.scale, of.x, acc);
-            else
-                add_blocks<CODES, 1, M>(of.codes, center, of.scale, of.x, acc);
-        });
-        for (int m = 0; m < M; ++m) sums[m] = acc[m];
-    }
-
-    // After the codes: both together need more registers than there are.
-    template <int64_t CODES, int M>
-    void add_offsets(int64_t begin, int64_t end, const RoundedGroup* tile, Pair* sums) const {
-        Pair acc[M];
-        for (int m = 0; m < M; ++m) acc[m] = sums[m];
-        for_common<CODES, M>(begin, end, tile, [&](const Common& of) {
-            for (int m = 0; m < M; ++m) {
-                float sum = of.x[m].scaled;
-                if (of.blocks > BLOCKS_OF_GROUP) sum += of.x[M + m].scaled;
-                acc[m].a += of.offset.a * sum;
-                acc[m].b += of.offset.b * sum;
-            }
-        });
-        for (int m = 0; m < M; ++m) sums[m] = acc[m];
+        for (int m = 0; m < M; ++m) store_pair(sums + m * stride, acc[m]);
     }
 };
 
 // As Product, a step being a group of the rows.
 struct RoundedProduct {
-#if defined(__AVX512F__)
-    static constexpr int ROWS = 6;
-#else
-    static constexpr int ROWS = 2;
-#endif
-    static constexpr int64_t PASS_STEPS = 16 * GROUPS_OF_SCALE;
+    static constexpr int ROWS = ROUNDED_ROWS;
+    static constexpr int64_t PASS_STEPS = 16;
     using X = RoundedGroup;
 
     struct Unit {};
@@ -231,21 +242,15 @@ struct RoundedProduct {
     static void pack(const F& row_of, int64_t height, int64_t in, X* tile) {
         for (int64_t m = 0; m < height; ++m) {
             const bf16* const row = row_of(m);
-            for (int64_t k = 0; k < steps(in); k += GROUPS_OF_SCALE)
-                round_groups(row + k * ROUNDED, in - k * ROUNDED,
-                             std::min(GROUPS_OF_SCALE, steps(in) - k), height,
-                             tile + k * height + m);
+            for (int64_t k = 0; k < steps(in); ++k)
+                round_group(row + k * ROUNDED, in - k * ROUNDED, tile + k * height + m);
         }
     }
 
     static void of_tile(float* sums, int64_t stride, const X* tile, int64_t height,
-                        PieceOfPanel panel, int64_t begin, int64_t end, Ahead) {
-        with_rows<ROWS>(height, [&](auto constant) {
-            constexpr int M = decltype(constant)::value;
-            Pair acc[M];
-            for (int m = 0; m < M; ++m) acc[m] = begin > 0 ? load_pair(sums + m * stride) : Pair{};
-            panel.template add<M>(begin, end, tile, acc);
-            for (int m = 0; m < M; ++m) store_pair(sums + m * stride, acc[m]);
+                        PieceOfPanel panel, int64_t begin, int64_t end, Ahead ahead) {
+        with_rows<ROWS>(height, [&](auto rows) {
+            panel.multiply<decltype(rows)::value>(begin, end, tile, sums, stride, ahead);
         });
     }
 };
@@ -263,8 +268,13 @@ class RoundingPanels {
         const auto& place = pieces_->with_panel(panel);
         return {&place.piece, panel - place.first_panel};
     }
-    // The product fetches ahead.
-    Ahead next(int64_t, int64_t, int64_t) const { return {}; }
+    // In bytes for each block.
+    Ahead next(int64_t panel, int64_t pass, int64_t passes) const {
+        const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
+        const int64_t bytes = piece.panel_bytes();
+        return {(const char*)piece.panel(panel - first_panel + 1) + pass * bytes / passes,
+                bytes / std::max<int64_t>(1, piece.blocks()) / passes};
+    }
     Columns columns(int64_t panel, int64_t) const { return pieces_->columns(panel); }
 
    private:

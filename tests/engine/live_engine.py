@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from collector import DEADLINE_S, Collector
+from collector import Collector
 from fastserve_backend import LLM, SamplingParams
+from waiting import DEADLINE_S
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from collector import DEADLINE_S, Collector
+from collector import Collector
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.errors import ConfigError, DrainingError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
 from live_engine import rank_of, small_engine, start_job
-from waiting import wait_for
+from waiting import DEADLINE_S, wait_for
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from collector import DEADLINE_S, Collector
+from collector import Collector
 from fastserve_backend import LLM, SamplingParams
 from live_engine import small_engine
 from small_model import VOCAB_SIZE
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

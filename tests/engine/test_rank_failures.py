@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from collector import DEADLINE_S, Collector
+from collector import Collector
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
@@ -22,7 +22,7 @@ from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.logprobs import TokenLogprob
 from live_engine import rank_of, small_engine
 from small_model import VOCAB_SIZE
-from waiting import wait_for
+from waiting import DEADLINE_S, wait_for
 
 NUM_JOBS = 20
 OUTPUT = 100

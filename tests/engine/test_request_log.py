@@ -6,10 +6,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from collector import DEADLINE_S, Collector
+from collector import Collector
 from fastserve_backend import SamplingParams
 from fastserve_backend.job import ServiceLevel
 from live_engine import small_engine
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

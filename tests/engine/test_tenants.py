@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from collector import DEADLINE_S, Collector
+from collector import Collector
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import ConfigError, InvalidRequestError, TenantLimitError
 from fastserve_backend.job import FinishReason, JobOutput, ServiceLevel
 from live_engine import small_engine
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from collector import DEADLINE_S, Collector
+from collector import Collector
 from decoder_checkpoints import FAMILIES
 from fastserve_backend import LLM, SamplingParams
 from live_engine import small_engine
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

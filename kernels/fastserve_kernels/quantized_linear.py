@@ -58,9 +58,10 @@ class QuantizedLinear:
         self.nbytes: int
         """Memory of the weights, in bytes."""
         self.rounds_rows = False
-        """Whether rows of x are rounded to 8 bits, with a scale for each 64 neighbours, and then
-        multiplied with exact weights. A CPU with VNNI, and without AMX, does so for bfloat16, if no
-        weight is plain or FP8, and groups have a multiple of 32 columns, or all."""
+        """Whether rows of x are rounded to 8 bits, with a scale for each 64 neighbours, or 32 if a
+        group of a weight is no multiple of 64, and then multiplied with exact weights. A CPU with
+        VNNI, and without AMX, does so for bfloat16, if no weight is plain or FP8, and groups have a
+        multiple of 32 columns, or all."""
         self._apply: Callable[[Tensor], Tensor]
         self._rows: Callable[[Tensor, int | None], Tensor]
         if uses_triton(device):

@@ -313,22 +313,33 @@ template <typename T>
 static void linear_of_pieces(const Team* team, const std::vector<Group<T>>& groups,
                              const RowsOfX<T>& row_of_x, T* y, int64_t in, int64_t out, bool relu) {
     const auto pieces_of = [](const Group<T>& group) { return (const Pieces<T>*)group.panels; };
-    std::vector<Group<T>> rounding, plain, others;
+    std::vector<Group<T>> plain, others;
+    std::vector<Group<T>> rounding[2];  // with few blocks of a scale, and with many
     int64_t most_panels = 0;
     for (const Group<T>& group : groups) {
         const Pieces<T>& pieces = *pieces_of(group);
         most_panels = std::max(most_panels, pieces.panels());
-        if (round_rows(pieces)) rounding.push_back(group);
+        if (round_rows(pieces))
+            rounding[pieces.all([](const auto& piece) { return piece.has_groups_of(MANY_BLOCKS); })]
+                .push_back(group);
         else (pieces.plain_panels() ? plain : others).push_back(group);
     }
 #if defined(ROUNDS_ROWS)
-    if constexpr (sizeof(T) < sizeof(float))
-        if (!rounding.empty()) {
-            linear<RoundingPanels, T, RoundedProduct>(team, rounding, row_of_x, y, in, out,
-                                                      most_panels, relu);
-            if (rounding.size() == groups.size()) return;
-            if (team) team->barrier();  // the next product packs into the same memory
-        }
+    if constexpr (sizeof(T) < sizeof(float)) {
+        size_t done = 0;
+        const auto multiply = [&](auto blocks) {
+            const auto& some = rounding[blocks == MANY_BLOCKS];
+            if (some.empty()) return;
+            if (done && team) team->barrier();  // the last product used the same memory
+            linear<RoundingPanels, T, RoundedProduct<blocks>>(team, some, row_of_x, y, in, out,
+                                                              most_panels, relu);
+            done += some.size();
+        };
+        multiply(std::integral_constant<int, MANY_BLOCKS>());
+        multiply(std::integral_constant<int, FEW_BLOCKS>());
+        if (done == groups.size()) return;
+        if (done && team) team->barrier();
+    }
 #endif
     if (others.empty()) {  // the usual case of experts without quantization
         for (Group<T>& group : plain) group.panels = pieces_of(group)->plain_panels();

@@ -26,8 +26,9 @@
 namespace fastserve {
 
 constexpr int64_t BLOCK = 16;       // neighbours of a column
-// Of rounded rows: those that share a scale, and half of them. See rounded_rows.h.
-constexpr int64_t BLOCKS_OF_SCALE = 4, BLOCKS_OF_HALF = 2;
+// Blocks of a rounded row that share a scale: many, or few where a group of the weight is small. See
+// rounded_rows.h.
+constexpr int MANY_BLOCKS = 4, FEW_BLOCKS = 2;
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
 constexpr int64_t AHEAD = 4096;     // bytes: so far ahead memory is fetched, what a core reads while it waits
@@ -375,13 +376,17 @@ class Piece {
     }
 
     bool is_plain() const { return stored_.codes == kPlain; }
+    // Whether groups are multiples of so many blocks, or the whole row.
+    bool has_groups_of(int blocks) const {
+        return group_blocks_ % blocks == 0 || group_blocks_ == blocks_;
+    }
 
     // Whether its products may be with rounded rows. A row in bfloat16 has been rounded to 8 bits already.
     // In groups of 16 columns there are few products for each sum that has to be scaled.
     bool rounds_rows() const {
 #if defined(ROUNDS_ROWS)
         return sizeof(T) < sizeof(float) && stored_.codes != kPlain && stored_.codes != kFloat8 &&
-               (group_blocks_ % BLOCKS_OF_HALF == 0 || group_blocks_ == blocks_);
+               has_groups_of(FEW_BLOCKS);
 #else
         return false;
 #endif

@@ -1,7 +1,7 @@
-// Products of weights of few bits with rows that are rounded to 8 bits. Each 64 neighbours of a row share
-// a scale. Their products with codes are summed as whole numbers, which is exact, and an instruction does
-// four of them in a lane. That takes less time than to widen the weights, if groups of these have at least
-// half as many columns.
+// Products of weights of few bits with rows that are rounded to 8 bits. 64 neighbours of a row share a scale,
+// or 32 where a group of the weight has no more columns. Their products with codes are summed as whole
+// numbers, which is exact, and an instruction does four of them in a lane. That takes less time than to widen
+// the weights.
 #pragma once
 
 #include "int8_tokens.h"
@@ -11,7 +11,6 @@
 
 namespace fastserve {
 
-constexpr int64_t ROUNDED = BLOCKS_OF_SCALE * BLOCK;
 // Rows of a tile at most: their sums, as whole numbers and as floats, take 24 of 32 registers, or 8 of 16.
 #if defined(__AVX512F__)
 constexpr int ROUNDED_ROWS = 6;
@@ -21,16 +20,15 @@ constexpr int ROUNDED_ROWS = 2;
 // Where the next panel is fetched to. The first level holds the rows and this panel.
 constexpr int SECOND_LEVEL = 2;
 
-// ROUNDED neighbours of a row.
+// Neighbours of a row.
+template <int BLOCKS>
 struct RoundedGroup {
-    int8_t codes[ROUNDED];  // zeros past the end of the row
+    static constexpr int SIZE = BLOCKS * (int)BLOCK;
+    int8_t codes[SIZE];  // zeros past the end of the row
     float scale;
-    int32_t sums[3];  // of the codes of each Part
-    float scaled[3];  // these sums, times the scale
+    int32_t sum;   // of the codes
+    float scaled;  // their sum, times the scale
 };
-
-// What of a RoundedGroup is multiplied with a group of the weight.
-enum Part { kFirstHalf, kSecondHalf, kWhole };
 
 // The largest of the bits of floats without a sign, as a float.
 template <int DISTANCE = W / 2>
@@ -52,9 +50,10 @@ static inline int32_t hsum(vi x) {
     return x[0];
 }
 
-// The first `count` elements of a group, up to ROUNDED of them. One that is infinite or NaN makes it NaN.
-static inline void round_group(const bf16* x, int64_t count, RoundedGroup* to) {
-    constexpr int PAIRS = ROUNDED / PAIR;
+// The first `count` elements of a group, or all. One that is infinite or NaN makes it NaN.
+template <int BLOCKS>
+static inline void round_group(const bf16* x, int64_t count, RoundedGroup<BLOCKS>* to) {
+    constexpr int PAIRS = RoundedGroup<BLOCKS>::SIZE / PAIR;
     Pair pairs[PAIRS];
     vu largest = {};  // bits of magnitudes, whose order is that of the numbers; a NaN is above all
     for (int p = 0; p < PAIRS; ++p) {
@@ -71,21 +70,17 @@ static inline void round_group(const bf16* x, int64_t count, RoundedGroup* to) {
     const vf steps = splat(is_finite && most > SMALLEST ? MOST_CODE / most : 0.f);
     const vf magic = splat(12582912.f);  // 1.5 * 2^23: no fraction is left, and codes are the last bits
     to->scale = is_finite ? most / MOST_CODE : std::numeric_limits<float>::quiet_NaN();
-    static_assert(PAIRS % 2 == 0);
-    vi sums[2] = {};
+    vi sums = {};
     for (int p = 0; p < PAIRS; ++p) {
         const Pair of = is_finite ? pairs[p] : Pair{};
         const vu even = (vu)(of.a * steps + magic), odd = (vu)(of.b * steps + magic);
         typedef uint16_t narrow __attribute__((vector_size(W * 2)));
         const narrow codes = __builtin_convertvector((even & 0xffu) | (odd & 0xffu) << 8, narrow);
         std::memcpy(to->codes + p * PAIR, &codes, sizeof codes);
-        sums[p / (PAIRS / 2)] += (vi)(even + odd - 2 * (vu)magic);
+        sums += (vi)(even + odd - 2 * (vu)magic);
     }
-    to->sums[kFirstHalf] = hsum(sums[0]);
-    to->sums[kSecondHalf] = hsum(sums[1]);
-    to->sums[kWhole] = to->sums[kFirstHalf] + to->sums[kSecondHalf];
-    for (const Part part : {kFirstHalf, kSecondHalf, kWhole})
-        to->scaled[part] = to->scale * (float)to->sums[part];
+    to->sum = hsum(sums);
+    to->scaled = to->scale * (float)to->sum;
 }
 
 // Adds, in each lane, the products of four bytes without a sign and four bytes with one.
@@ -118,16 +113,17 @@ struct SumsOfGroup {
     static constexpr int CHAINS = 2 * M <= ROUNDED_ROWS ? 2 : 1;
     vi sums[CHAINS][M][2];
 
-    __attribute__((always_inline)) SumsOfGroup(int32_t center, const RoundedGroup* x, Part part) {
+    template <typename X>
+    __attribute__((always_inline)) SumsOfGroup(int32_t center, const X* x) {
         for (int m = 0; m < M; ++m) {
-            sums[0][m][0] = sums[0][m][1] = -center * x[m].sums[part] - vi{};
+            sums[0][m][0] = sums[0][m][1] = -center * x[m].sum - vi{};
             for (int chain = 1; chain < CHAINS; ++chain) sums[chain][m][0] = sums[chain][m][1] = vi{};
         }
     }
 
     // Block i of the group.
-    __attribute__((always_inline)) inline void add_block(const uint8_t* block, int64_t i,
-                                                         const RoundedGroup* x) {
+    template <typename X>
+    __attribute__((always_inline)) inline void add_block(const uint8_t* block, int64_t i, const X* x) {
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; ++quarter) {
             auto& of_rows = sums[quarter % CHAINS];
@@ -161,40 +157,39 @@ struct PieceOfPanel {
 
     // sums [M], `stride` apart, of a tile of M rows with the groups from `begin` up to `end`, added to those
     // before if there are any.
-    template <int M>
-    void multiply(int64_t begin, int64_t end, const RoundedGroup* tile, float* sums,
+    template <int M, int BLOCKS>
+    void multiply(int64_t begin, int64_t end, const RoundedGroup<BLOCKS>* tile, float* sums,
                   int64_t stride, Ahead ahead) const {
         piece->with_codes([&](auto codes_constant) {
             constexpr int64_t CODES = decltype(codes_constant)::value;
             if constexpr (CODES != kFloat8) {
                 if (piece->has_offset())
-                    multiply<CODES, M, true>(begin, end, tile, sums, stride, ahead);
+                    multiply<CODES, M, BLOCKS, true>(begin, end, tile, sums, stride, ahead);
                 else
-                    multiply<CODES, M, false>(begin, end, tile, sums, stride, ahead);
+                    multiply<CODES, M, BLOCKS, false>(begin, end, tile, sums, stride, ahead);
             }
         });
     }
 
    private:
-    template <int64_t CODES, int M, bool HAS_OFFSET>
-    void multiply(int64_t begin, int64_t end, const RoundedGroup* tile, float* sums,
+    template <int64_t CODES, int M, int BLOCKS, bool HAS_OFFSET>
+    void multiply(int64_t begin, int64_t end, const RoundedGroup<BLOCKS>* tile, float* sums,
                   int64_t stride, Ahead ahead) const {
         const int32_t center = (int32_t)piece->center();
         Pair acc[M];
         for (int m = 0; m < M; ++m) acc[m] = begin > 0 ? load_pair(sums + m * stride) : Pair{};
         piece->template for_blocks<CODES>(
-            panel, begin * BLOCKS_OF_SCALE, std::min(end * BLOCKS_OF_SCALE, piece->blocks()),
+            panel, begin * BLOCKS, std::min(end * BLOCKS, piece->blocks()),
             [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first, int64_t last) {
-                const auto add = [&](auto blocks, Part part) {
-                    const RoundedGroup* const x = tile + first / BLOCKS_OF_SCALE * M;
-                    SumsOfGroup<CODES, M> products(center, x, part);
+                const auto add = [&](auto blocks) {
+                    const RoundedGroup<BLOCKS>* const x = tile + first / BLOCKS * M;
+                    SumsOfGroup<CODES, M> products(center, x);
 #pragma GCC unroll 4
                     for (int i = 0; i < blocks; ++i) {
                         const char* const next = ahead.first + (first + i) * ahead.stride;
                         for (int64_t line = 0; line < ahead.stride; line += 64)
                             __builtin_prefetch(next + line, 0, SECOND_LEVEL);
-                        products.add_block(codes + i * BYTES_OF_BLOCK<CODES>,
-                                           first % BLOCKS_OF_SCALE + i, x);
+                        products.add_block(codes + i * BYTES_OF_BLOCK<CODES>, i, x);
                     }
 #pragma GCC unroll 8
                     for (int m = 0; m < M; ++m) {
@@ -202,37 +197,30 @@ struct PieceOfPanel {
                         acc[m].a += sum.a * (scale.a * x[m].scale);
                         acc[m].b += sum.b * (scale.b * x[m].scale);
                         if (HAS_OFFSET) {
-                            acc[m].a += offset.a * x[m].scaled[part];
-                            acc[m].b += offset.b * x[m].scaled[part];
+                            acc[m].a += offset.a * x[m].scaled;
+                            acc[m].b += offset.b * x[m].scaled;
                         }
                     }
                     codes += blocks * BYTES_OF_BLOCK<CODES>;
                     first += blocks;
                 };
-                while (first < last) {
-                    const int64_t in_group = first % BLOCKS_OF_SCALE;
-                    const Part half = in_group < BLOCKS_OF_HALF ? kFirstHalf : kSecondHalf;
-                    if (in_group == 0 && last - first >= BLOCKS_OF_SCALE)
-                        add(std::integral_constant<int, BLOCKS_OF_SCALE>(), kWhole);
-                    else if (last - first >= BLOCKS_OF_HALF)
-                        add(std::integral_constant<int, BLOCKS_OF_HALF>(), half);
-                    else  // at the end of a row
-                        add(std::integral_constant<int, 1>(), half);
-                }
+                while (last - first >= BLOCKS) add(std::integral_constant<int, BLOCKS>());
+                if (first < last) add((int)(last - first));  // at the end of a row
             });
         for (int m = 0; m < M; ++m) store_pair(sums + m * stride, acc[m]);
     }
 };
 
 // As Product, a step being a group of the rows.
+template <int BLOCKS>
 struct RoundedProduct {
     static constexpr int ROWS = ROUNDED_ROWS;
-    static constexpr int64_t PASS_STEPS = 16;
-    using X = RoundedGroup;
+    static constexpr int64_t PASS_STEPS = 64 / BLOCKS;
+    using X = RoundedGroup<BLOCKS>;
 
     struct Unit {};
 
-    static int64_t steps(int64_t in) { return (in + ROUNDED - 1) / ROUNDED; }
+    static int64_t steps(int64_t in) { return (in + X::SIZE - 1) / X::SIZE; }
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return tile * rows / tiles;
     }
@@ -243,7 +231,7 @@ struct RoundedProduct {
         for (int64_t m = 0; m < height; ++m) {
             const bf16* const row = row_of(m);
             for (int64_t k = 0; k < steps(in); ++k)
-                round_group(row + k * ROUNDED, in - k * ROUNDED, tile + k * height + m);
+                round_group(row + k * X::SIZE, in - k * X::SIZE, tile + k * height + m);
         }
     }
 

@@ -363,8 +363,14 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["owner/name/more", "owner/", "/name", "ow ner/name", "-a/b", "a/b@", "a/b@v1/../c", "a/b@c@d"],
+    ["owner/name/more", "owner/", "ow ner/name", "-a/b", "a/b@", "a/b@v1/../c", "a/b@c@d"],
 )
 def test_no_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match=r"no Hugging Face id \(owner/name or owner/name@revision"):
+        load_model_config(name, load_format="auto")
+
+
+@pytest.mark.parametrize("name", ["/name", "./owner/name", "~/name"])
+def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
+    with pytest.raises(ModelError, match="there is no such directory or file"):
         load_model_config(name, load_format="auto")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.cli.app import main
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
+from refused_command import refused_command
 from running_gateway import COMMAND, RunningGateway, running_gateway
 from running_server import running_server
 from serving_client import ended_jobs, metric, settle, used_blocks, wait_until_idle
@@ -237,11 +237,7 @@ def test_a_mistake_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["fastserve", "bench", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = refused_command(monkeypatch, capsys, "bench", *arguments).splitlines()
     assert line.startswith(f"error: {message}")
 
 

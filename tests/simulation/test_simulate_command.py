@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.cli import app
 from fastserve_backend.config_sections import ParallelSection
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 from fastserve_backend.rank_protocol.link import Link
+from refused_command import refused_command
 
 SIMULATE = [sys.executable, "-m", "fastserve_backend", "simulate"]
 
@@ -129,13 +129,8 @@ def test_a_mistake_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In this process, which has imported what the command needs."""
     rates = [] if "--rates" in arguments else ["--rates", "1"]
-    monkeypatch.setattr(sys, "argv", ["fastserve", "simulate", "opt-13b", *rates, *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert ended.value.code == 1
-    stderr = capsys.readouterr().err
+    stderr = refused_command(monkeypatch, capsys, "simulate", "opt-13b", *rates, *arguments)
     assert message in stderr
     assert "Traceback" not in stderr
 

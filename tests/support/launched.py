@@ -47,6 +47,24 @@ def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
         endpoints.claim()  # raises if a process listens there
 
 
+@contextmanager
+def launched_alone(
+    config: EngineConfig, directory: Path
+) -> Iterator[tuple[subprocess.Popen[str], RuntimeDirectory, Endpoints]]:
+    """A launcher in a process of its own, which the block ends. It must then have left nothing.
+
+    Args:
+        directory: gets the configuration and the log.
+    """
+    config_path = directory / "engine.yaml"
+    config_path.write_text(config.to_yaml(), encoding="utf-8")
+    with leaving_nothing() as started:
+        launcher = start_launcher(config_path, directory / "server.log")
+        runtime, endpoints = server_of(launcher)
+        started.append((runtime, endpoints))
+        yield launcher, runtime, endpoints
+
+
 def start_server(config: EngineConfig, log_path: Path) -> TritonServer:
     server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
     server.start(START_TIMEOUT_S)

@@ -25,7 +25,14 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
-from launched import is_serving, leaving_nothing, server_of, start_launcher, start_server
+from launched import (
+    is_serving,
+    launched_alone,
+    leaving_nothing,
+    server_of,
+    start_launcher,
+    start_server,
+)
 from model_control import ModelControl
 from serving_client import STATUS_HEADER, GrpcStream, metric, used_blocks
 from waiting import wait_for
@@ -256,12 +263,7 @@ def test_a_server_without_a_launcher_ends_when_its_engine_is_broken() -> None:
 
 
 def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path: Path) -> None:
-    config_path = tmp_path / "engine.yaml"
-    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    with leaving_nothing() as started:
-        launcher = start_launcher(config_path, tmp_path / "server.log")
-        runtime, endpoints = server_of(launcher)
-        started.append((runtime, endpoints))
+    with launched_alone(tiny_config, tmp_path) as (launcher, _, endpoints):
         request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         streams = [GrpcStream(endpoints.grpc_url, **request) for _ in range(3)]
         for stream in streams:
@@ -282,12 +284,7 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
 
 
 def test_a_second_ctrl_c_ends_streams_in_flight(tiny_config: EngineConfig, tmp_path: Path) -> None:
-    config_path = tmp_path / "engine.yaml"
-    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    with leaving_nothing() as started:
-        launcher = start_launcher(config_path, tmp_path / "server.log")
-        runtime, endpoints = server_of(launcher)
-        started.append((runtime, endpoints))
+    with launched_alone(tiny_config, tmp_path) as (launcher, runtime, endpoints):
         request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         stream = GrpcStream(endpoints.grpc_url, **request)
         stream.first_token()
@@ -333,11 +330,7 @@ def test_what_is_unfinished_when_time_is_up_ends_with_an_error(
 
 
 def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path) -> None:
-    config_path = tmp_path / "engine.yaml"
-    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    with leaving_nothing() as started:
-        launcher = start_launcher(config_path, tmp_path / "server.log")
-        started.append(server_of(launcher))
+    with launched_alone(tiny_config, tmp_path) as (launcher, _, _):
         launcher.kill()
         launcher.wait()
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fastserve_backend.cli.app import main
+from refused_command import refused_command
 
 DEADLINE_S = 60.0
 FASTSERVE = f"{sys.executable} -m fastserve_backend"
@@ -53,11 +53,8 @@ def test_an_option_out_of_its_range_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["fastserve", command, option, value])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert f"Invalid value for '{option}'" in capsys.readouterr().err
+    stderr = refused_command(monkeypatch, capsys, command, option, value, exit_code=2)
+    assert f"Invalid value for '{option}'" in stderr
 
 
 def test_a_process_that_is_started_gets_the_streams_too() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fastserve_backend.cli.app import main
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.served_models import divide_machine, name_models
+from refused_command import refused_command
 
 
 def config(model: str = "opt-125m", **keys: object) -> EngineConfig:
@@ -57,11 +57,7 @@ def test_a_mistake_is_one_line(
     (tmp_path / "engine.yaml").touch()
     (tmp_path / "fastserve").mkdir()
     words = arguments.format(file=tmp_path / "engine.yaml", folder=tmp_path).split()
-    monkeypatch.setattr("sys.argv", ["fastserve", "serve", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    error = capsys.readouterr().err
+    error = refused_command(monkeypatch, capsys, "serve", *words)
     assert error.startswith("error: ")
     assert message in error
 

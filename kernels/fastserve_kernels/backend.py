@@ -104,3 +104,10 @@ def compiled_on(device: torch.device) -> CompiledKernels | None:
         return None
     cpu_backend()
     return _State.kernels
+
+
+def thread_ids() -> list[int]:
+    """Linux's ids of the threads that run the calling thread's operations on a CPU, if they are
+    compiled; else none is known."""
+    cpu_backend()
+    return [] if _State.kernels is None else _State.kernels.thread_ids()

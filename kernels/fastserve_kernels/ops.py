@@ -41,6 +41,7 @@ from fastserve_kernels.backend import (
     cpu_backend,
     kernels_for,
     set_cpu_backend,
+    thread_ids,
     uses_triton,
 )
 from fastserve_kernels.cpu import operations, plain_torch
@@ -89,6 +90,7 @@ __all__ = [
     "sort_choices",
     "sum_choices",
     "take_columns",
+    "thread_ids",
     "uses_triton",
     "zeros_like",
 ]

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from fastserve_backend.worker import host_limits
-from fastserve_backend.worker.host_limits import num_cores, num_threads
+from fastserve_backend.worker import cores
+from fastserve_backend.worker.cores import num_cores, num_threads
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -31,7 +31,7 @@ def test_without_a_container_there_are_all(tmp_path: Path) -> None:
 
 
 def test_ranks_and_models_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_limits, "num_cores", lambda: 12)
+    monkeypatch.setattr(cores, "num_cores", lambda: 12)
     assert num_threads(1.0, 1) == 12
     assert num_threads(1.0, 5) == 2
     assert num_threads(1 / 3, 2) == 2

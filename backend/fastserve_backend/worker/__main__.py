@@ -15,6 +15,7 @@ from pathlib import Path
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.system.lasting_imports import lasting_imports
 from fastserve_backend.system.logs import log_to_stderr
+from fastserve_backend.worker import cores  # noqa: F401  (it is to be imported before torch)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Ready, Setup
+from fastserve_backend.worker.cores import num_threads
 from fastserve_backend.worker.disk_store import DiskStore, open_disk
 from fastserve_backend.worker.groups import (
     choose_device,
@@ -23,7 +24,7 @@ from fastserve_backend.worker.groups import (
     make_tensor_group,
     wait_for_all,
 )
-from fastserve_backend.worker.host_limits import check_swap_space, check_weights_fit, num_threads
+from fastserve_backend.worker.host_limits import check_swap_space, check_weights_fit
 from fastserve_backend.worker.host_store import HostStore, make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.model_runner import ModelRunner

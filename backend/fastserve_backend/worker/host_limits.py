@@ -1,4 +1,4 @@
-"""How much memory and how many cores the host, or its container, leaves to the ranks.
+"""How much memory the host, or its container, leaves to the ranks.
 
 Each rank checks before any rank of the host takes memory: afterwards there is less to see.
 """
@@ -6,8 +6,6 @@ Each rank checks before any rank of the host takes memory: afterwards there is l
 from __future__ import annotations
 
 import logging
-import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,27 +19,7 @@ from fastserve_backend.models.loader import torch_dtype
 
 # Control groups of version 2, as a container sees its own. A host's root has no limits.
 _CGROUP = Path("/sys/fs/cgroup")
-# A third of three cores is one core, whatever the last bit of a float says.
-_ROUNDING = 1e-6
 _log = logging.getLogger(__name__)
-
-
-def num_cores(quota_file: Path = _CGROUP / "cpu.max") -> int:
-    """The cores that this process may use, or fewer if its container may use less CPU time. More
-    threads than that would take time from each other while they wait."""
-    allowed = len(os.sched_getaffinity(0))
-    try:
-        quota_us, period_us = quota_file.read_text(encoding="ascii").split()
-    except OSError:
-        return allowed
-    if quota_us == "max":
-        return allowed
-    return min(allowed, math.ceil(int(quota_us) / int(period_us)))
-
-
-def num_threads(host_share: float, num_local_ranks: int) -> int:
-    """Threads of each rank of a model that has a share of the cores."""
-    return max(1, int(num_cores() * host_share / num_local_ranks + _ROUNDING))
 
 
 @dataclass(frozen=True)

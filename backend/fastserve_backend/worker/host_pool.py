@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.worker.host_limits import host_memory, num_cores
+from fastserve_backend.worker.cores import num_cores
+from fastserve_backend.worker.host_limits import host_memory
 
 _GIB = 2**30
 _HUGE_PAGE = 2 * 2**20

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from fastserve_kernels import ops
 
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.rank_protocol.messages import (
@@ -25,6 +26,7 @@ from fastserve_backend.rank_protocol.messages import (
     Stop,
 )
 from fastserve_backend.worker.build_rank import build_rank
+from fastserve_backend.worker.cores import keep_cores
 from fastserve_backend.worker.disk_engine import DiskEngine
 from fastserve_backend.worker.engine_link import EngineLink, Send, send_function
 from fastserve_backend.worker.model_runner import LaunchedStep
@@ -67,6 +69,9 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
                 send_written=link.open_sender("disk-write"),
                 send_read=link.open_sender("disk-read"),
             )
+        if runner.device.type == "cpu":
+            # Now that most threads are there: a thread inherits the core of the one that starts it.
+            keep_cores(ops.thread_ids())
         send(ready)
         steps = _steps(link, swaps, disk_copies)
         if runner.has_earlier_stage:

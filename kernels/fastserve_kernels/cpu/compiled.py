@@ -57,6 +57,7 @@ _OPERATIONS_BY_ROW = {
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fs_run": (None, [_POINTER, _INT, _POINTER]),
+    "fs_thread_ids": (None, [_POINTER, _INT]),
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
@@ -94,6 +95,7 @@ class CompiledKernels:
 
         self.run_program: Run = functions.fs_run
         """For `Program`."""
+        self._thread_ids = functions.fs_thread_ids
 
         self._kv_write = operation("fs_kv_write")
         self._int8_kv_write = operation("fs_int8_kv_write")
@@ -145,6 +147,12 @@ class CompiledKernels:
             with suppress(OSError):  # then the build fails too, and says why
                 library.unlink()
             return cls(build())
+
+    def thread_ids(self) -> list[int]:
+        """See `ops.thread_ids`."""
+        ids = (_INT * torch.get_num_threads())()
+        self._thread_ids(ids, len(ids))
+        return list(ids)
 
     def kv_write(self, kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `ops.kv_write`."""

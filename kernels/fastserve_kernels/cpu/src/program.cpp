@@ -1,6 +1,11 @@
 // Runs the operations of a step one after the other, in one parallel region.
 #include "team.h"
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace fastserve {
 
 // See program.py. Places are those of words.
@@ -25,3 +30,11 @@ extern "C" void fs_run(const fastserve::Instruction* instructions, int64_t count
         }
     });
 }
+
+#if defined(__linux__)
+// Linux's ids of a parallel region's threads, `count` of them.
+extern "C" void fs_thread_ids(int64_t* ids, int64_t count) {
+#pragma omp parallel num_threads(count)
+    ids[omp_get_thread_num()] = syscall(SYS_gettid);
+}
+#endif

@@ -181,12 +181,22 @@ def test_weights_in_different_formats(dtype: torch.dtype, relu: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    weight = weight_of(100, 768, bits=4, group=32, numbers=torch.float16, has_offsets=True)
+@pytest.mark.parametrize(
+    ("size", "bits", "group", "has_offsets"),
+    [(768, 4, 32, True), (704, 8, 64, False), (1600, 6, 64, True), (50, 5, 50, True)],
+    ids=str,
+)
+def test_rows_do_not_depend_on_the_batch(
+    size: int, bits: int, group: int, has_offsets: bool, dtype: torch.dtype
+) -> None:
+    weight = weight_of(
+        100, size, bits=bits, group=group, numbers=torch.float16, has_offsets=has_offsets
+    )
     linear = ops.QuantizedLinear([weight], dtype=dtype, device=CPU)
-    x = torch.randn(500, 768).to(dtype)  # more than one packed block
+    x = torch.randn(500, size).to(dtype)  # mostly more than one packed block
     together = linear(x)
-    for rows in (1, 2, 7, 16, 33, 400):
+    # Around the most rows of a tile, and of the tiles that are multiplied one by one.
+    for rows in (1, 2, 6, 7, 16, 48, 49, 400):
         assert torch.equal(linear(x[:rows]), together[:rows])
         assert torch.equal(linear(x[-rows:]), together[-rows:])
 

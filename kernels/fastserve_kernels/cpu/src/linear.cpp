@@ -8,7 +8,7 @@
 #include "int8_panels.h"
 #include "products.h"
 #include "quantized_panels.h"
-#include "rounded_rows.h"
+#include "rounded_product.h"
 #include "team.h"
 
 namespace fastserve {
@@ -38,7 +38,8 @@ struct Output {
     Pair scale, bias;
     bool relu;
 
-    void write(int64_t row, Pair sum) const {
+    // Inlined: a Pair that is passed goes through memory.
+    __attribute__((always_inline)) void write(int64_t row, Pair sum) const {
         sum = {sum.a * scale.a + bias.a, sum.b * scale.b + bias.b};
         if (relu) {
             // Written so that a NaN passes through.
@@ -202,15 +203,19 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
                 if (columns.count <= 0) continue;  // another group's weight has more panels
                 const Output<T> output = output_of(groups[batch.group], columns);
                 if constexpr (Panels::FEW_ROWS > 0) {
-                    const auto [first, height] = plan.tiles[batch.first_tile];
-                    const int64_t place = batch.first_tile - block.first_tile;
-                    float* const sums = sums_of_tiles.data();
-                    if (tiles == 1 && height <= Panels::FEW_ROWS &&
-                        weights.multiply(panel, packed + place * tile_size, height, sums)) {
+                    int64_t done = 0;  // few tiles, each multiplied with all steps at once
+                    for (; done < tiles && tiles <= Panels::FEW_TILES; ++done) {
+                        const auto [first, height] = plan.tiles[batch.first_tile + done];
+                        const int64_t place = batch.first_tile + done - block.first_tile;
+                        float* const sums = sums_of_tiles.data();
+                        if (height > Panels::FEW_ROWS ||
+                            !weights.multiply(panel, packed + place * tile_size, height, sums,
+                                              weights.next(panel, done, tiles)))
+                            break;
                         for (int64_t m = 0; m < height; ++m)
                             output.write(first + m, load_pair(sums + m * PAIR));
-                        continue;
                     }
+                    if (done == tiles) continue;
                 }
                 int64_t begin = 0, end;
                 do {  // once for rows without elements, too
@@ -331,7 +336,7 @@ static void linear_of_pieces(const Team* team, const std::vector<Group<T>>& grou
             const auto& some = rounding[blocks == MANY_BLOCKS];
             if (some.empty()) return;
             if (done && team) team->barrier();  // the last product used the same memory
-            linear<RoundingPanels, T, RoundedProduct<blocks>>(team, some, row_of_x, y, in, out,
+            linear<RoundingPanels<blocks>, T, RoundedProduct<blocks>>(team, some, row_of_x, y, in, out,
                                                               most_panels, relu);
             done += some.size();
         };

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "products.h"
+#include "rounded_rows.h"
 #include "team.h"
 
 // AMX multiplies tiles of widened weights.
@@ -25,10 +26,6 @@
 
 namespace fastserve {
 
-constexpr int64_t BLOCK = 16;       // neighbours of a column
-// Blocks of a rounded row that share a scale: many, or few where a group of the weight is small. See
-// rounded_rows.h.
-constexpr int MANY_BLOCKS = 4, FEW_BLOCKS = 2;
 constexpr int VECTORS = 32;         // of W elements: a widened block
 constexpr int64_t PLANE = W * 4;    // bytes: one vector
 constexpr int64_t AHEAD = 4096;     // bytes: so far ahead memory is fetched, what a core reads while it waits
@@ -606,6 +603,7 @@ class QuantizedPanels {
     static constexpr int64_t PASS_STEPS = 128;  // widened 16 KiB at most
     // Rows that `multiply` takes. For AMX they are packed in another order.
     static constexpr int FEW_ROWS = STEPS_AT_A_TIME<T> > 1 ? 0 : 4;
+    static constexpr int64_t FEW_TILES = 1;
 
     explicit QuantizedPanels(int64_t steps) : steps_(steps) {}
 
@@ -618,7 +616,8 @@ class QuantizedPanels {
         return widened_;
     }
     // Sums of a tile of up to FEW_ROWS rows with a panel. False: they are to be computed otherwise.
-    bool multiply(int64_t panel, const typename Dot<T>::X* tile, int64_t height, float* sums) const {
+    bool multiply(int64_t panel, const typename Dot<T>::X* tile, int64_t height, float* sums,
+                  Ahead) const {
         const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
         if (!piece.multiplies(steps_)) return false;
         with_rows<FEW_ROWS>(height, [&, &piece = piece, local = panel - first_panel](auto rows) {

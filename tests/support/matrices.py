@@ -70,10 +70,12 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
 def _others(
     item: pytest.Item, parameter: str, key: Callable[[object], object] = lambda _: None
 ) -> object:
-    """The indices of the item's other parameters, and the parameter's key."""
-    callspec = item.callspec  # type: ignore[attr-defined]
-    others = {name: place for name, place in callspec.indices.items() if name != parameter}
-    return tuple(sorted(others.items())), key(callspec.params[parameter])
+    """Which values the item's other parameters have, and the parameter's key."""
+    params = item.callspec.params  # type: ignore[attr-defined]
+    # Items of one test share the values, of which some cannot be hashed. pytest's own indices of
+    # values count items instead.
+    others = {(name, id(value)) for name, value in params.items() if name != parameter}
+    return frozenset(others), key(params[parameter])
 
 
 def next_of_each(rows: list[list[T]]) -> set[T]:

@@ -27,6 +27,23 @@ def test_columns_do_not_go_along_with_a_parameter_of_as_many_values(size: int) -
     assert len(pairs) == size**2
 
 
+@pytest.mark.one_of("column")
+@pytest.mark.parametrize("column", ["left", "right"])
+@pytest.mark.parametrize("row", [[1], [2], [3]], ids=str)
+def test_a_marked_test_runs_each_row_once(
+    row: list[int], column: str, request: pytest.FixtureRequest
+) -> None:
+    if request.config.getoption("--all-combinations"):
+        pytest.skip("it runs all combinations")
+    same = [item for item in request.session.items if item.path == request.path]
+    same = [item for item in same if item.originalname == request.node.originalname]  # type: ignore[attr-defined]
+    rows = [item.callspec.params["row"] for item in same]  # type: ignore[attr-defined]
+    assert row in rows
+    assert rows == [one for place, one in enumerate(rows) if one not in rows[:place]]
+    if len(rows) == 3:  # no option chose among them
+        assert {item.callspec.params["column"] for item in same} == {"left", "right"}  # type: ignore[attr-defined]
+
+
 def test_a_worker_has_the_groups(request: pytest.FixtureRequest) -> None:
     if not hasattr(request.config, "workerinput"):
         pytest.skip("it is no worker of xdist's")

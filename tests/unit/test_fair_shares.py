@@ -215,6 +215,7 @@ def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     assert len({job.service.tenant for job in rest}) == 3
 
 
+@pytest.mark.one_of("num_blocks")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("num_blocks", [40, 400])
 def test_a_flood_of_one_tenant_leaves_four_others_their_shares(name: str, num_blocks: int) -> None:

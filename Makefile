@@ -88,6 +88,7 @@ endurance: $(INSTALLED)
 # host does for a GPU is also tested with interpreted kernels, in `make test-all`.
 test-sm_80: PART := --part 1/2
 test-sm_90: PART := --part 2/2
+all-sm_80 all-sm_90: PART := --all-combinations
 test-sm_80 test-sm_90 all-sm_80 all-sm_90: $(INSTALLED)
 	EMULATED_GPU=$(lastword $(subst -, ,$@)) $(BIN)/pytest -q -p no:cacheprovider $(PART) $(EMULATED)
 

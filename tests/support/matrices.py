@@ -5,6 +5,9 @@ parameters the next dtype, not all of them. With ``key``, a function of the valu
 the values with equal keys.
 
 The mark ``repeated`` is for what other tests do with other random numbers.
+
+A property test with ``@random_examples(150)`` has so many examples in `make test-all`, and a third
+of them in `make test`.
 """
 
 from __future__ import annotations
@@ -14,26 +17,42 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 import pytest
+from hypothesis import settings
 
 T = TypeVar("T", bound=Hashable)
+
+# Each run has other examples. Forty have nearly always each of a parameter's ten policies.
+SHARE, FEWEST = 3, 40
+
+_has_all_examples = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-combinations",
         action="store_true",
-        help="run tests marked `one_of` with all combinations, and those marked `repeated`",
+        help="run tests marked `one_of` with all combinations, those marked `repeated`, and all "
+        "random examples",
     )
     parser.addoption("--part", metavar="N/M", help="of every M tests run the Nth alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global _has_all_examples  # test modules, which ask for it, are imported later
+    _has_all_examples = config.getoption("--all-combinations")
     config.addinivalue_line(
         "markers",
         "one_of(parameter, key=None): one value of it with each combination of the others, "
         "unless --all-combinations",
     )
     config.addinivalue_line("markers", "repeated: runs with --all-combinations alone")
+
+
+def random_examples(number: int) -> settings:
+    """Settings of a property test: the number with --all-combinations, or else a third of it."""
+    if _has_all_examples:
+        return settings(max_examples=number)
+    return settings(max_examples=min(number, max(number // SHARE, FEWEST)))
 
 
 @pytest.hookimpl(trylast=True)  # of what `-k` and `-m` leave
@@ -70,10 +89,12 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
 def _others(
     item: pytest.Item, parameter: str, key: Callable[[object], object] = lambda _: None
 ) -> object:
-    """The indices of the item's other parameters, and the parameter's key."""
-    callspec = item.callspec  # type: ignore[attr-defined]
-    others = {name: place for name, place in callspec.indices.items() if name != parameter}
-    return tuple(sorted(others.items())), key(callspec.params[parameter])
+    """Which values the item's other parameters have, and the parameter's key."""
+    params = item.callspec.params  # type: ignore[attr-defined]
+    # Items of one test share the values, of which some cannot be hashed. pytest's own indices of
+    # values count items instead.
+    others = {(name, id(value)) for name, value in params.items() if name != parameter}
+    return frozenset(others), key(params[parameter])
 
 
 def next_of_each(rows: list[list[T]]) -> set[T]:

@@ -16,10 +16,11 @@ from fastserve_backend.scheduler.fair_shares import FairShares
 from fastserve_backend.scheduler.priority_classes import PriorityClasses
 from fastserve_backend.scheduler.promotion import Promotion
 from fastserve_backend.scheduler.token_costs import TokenCosts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
 from loop_driver import Rig
+from matrices import random_examples
 from policies import POLICIES, TIMES, make_policy, select
 
 MAX_MODEL_LEN = 64
@@ -214,6 +215,7 @@ def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     assert len({job.service.tenant for job in rest}) == 3
 
 
+@pytest.mark.one_of("num_blocks")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("num_blocks", [40, 400])
 def test_a_flood_of_one_tenant_leaves_four_others_their_shares(name: str, num_blocks: int) -> None:
@@ -246,7 +248,7 @@ def test_a_flood_of_one_tenant_leaves_four_others_their_shares(name: str, num_bl
 # --- Properties -------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@random_examples(150)
 @given(
     seed=SEEDS,
     name=st.sampled_from(POLICIES),
@@ -307,7 +309,7 @@ def test_backlogged_tenants_stay_within_the_bound(
                 assert counters[one] - counters[other] <= bound_s
 
 
-@settings(max_examples=60)
+@random_examples(60)
 @given(
     seed=SEEDS,
     name=st.sampled_from(POLICIES),
@@ -334,7 +336,7 @@ def test_every_job_of_every_tenant_and_priority_ends(
     assert sum(policy.level_sizes()) == 0
 
 
-@settings(max_examples=60)
+@random_examples(60)
 @given(
     seed=SEEDS, name=st.sampled_from(POLICIES), num_stages=st.integers(1, 2), ahead=st.booleans()
 )

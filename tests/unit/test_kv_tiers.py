@@ -10,6 +10,7 @@ from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, LayerKind
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from matrices import random_examples
 
 WINDOWED = (LayerKind(None, 1), LayerKind(6, 2))
 
@@ -372,4 +373,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=300, stateful_step_count=50)
+TestHistories.settings = settings(random_examples(300), stateful_step_count=50)

@@ -14,9 +14,10 @@ from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
+from matrices import random_examples
 from policies import POLICIES, TIMES, by_priority, make_policy, select
 
 NUM_JOBS = 40
@@ -314,7 +315,7 @@ def seconds_left(job: Job) -> float:
 
 
 @example(seed=110019985, name="speculative", num_stages=1, chunk=True, refuses=True)
-@settings(max_examples=150)
+@random_examples(150)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

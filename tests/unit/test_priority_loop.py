@@ -16,10 +16,11 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.priority_classes import PriorityClasses
 from fastserve_backend.scheduler.promotion import Promotion
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, WINDOWED_KINDS, Rig
+from matrices import random_examples
 from policies import POLICIES, make_policy
 
 LONGEST = 16 + 12
@@ -83,7 +84,7 @@ class WatchedRig(Rig):
         kv.start_round = start_watched_round  # type: ignore[method-assign, assignment]
 
 
-@settings(max_examples=150)
+@random_examples(150)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

@@ -9,9 +9,10 @@ from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.priority_classes import PriorityClasses
 from fastserve_backend.scheduler.promotion import Promotion
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
+from matrices import random_examples
 from policies import POLICIES, by_priority
 from test_policy_properties import History
 
@@ -74,7 +75,7 @@ class OnePriorityHistory(PriorityHistory):
     make_job = History.make_job
 
 
-@settings(max_examples=100)
+@random_examples(100)
 @given(**HISTORIES)
 def test_no_job_runs_while_a_more_urgent_one_could(
     seed: int, name: str, num_stages: int, chunk: bool, refuses: bool
@@ -82,7 +83,7 @@ def test_no_job_runs_while_a_more_urgent_one_could(
     PriorityHistory(seed, name, num_stages, chunk, refuses).run()
 
 
-@settings(max_examples=100)
+@random_examples(100)
 @given(**HISTORIES)
 def test_nobody_waits_longer_than_the_bound_across_priorities(
     seed: int, name: str, num_stages: int, chunk: bool, refuses: bool
@@ -90,7 +91,7 @@ def test_nobody_waits_longer_than_the_bound_across_priorities(
     BoundedHistory(seed, name, num_stages, chunk, refuses).run()
 
 
-@settings(max_examples=100)
+@random_examples(100)
 @given(**HISTORIES)
 def test_with_one_priority_all_decisions_are_those_of_the_policy_alone(
     seed: int, name: str, num_stages: int, chunk: bool, refuses: bool

@@ -15,10 +15,11 @@ from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, L
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.token_rules import TokenRules
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, WINDOWED_KINDS
+from matrices import random_examples
 from mortal_ranks import DOWN_S, RecoveringRig
 from policies import POLICIES, make_policy, skip_join
 from remembering_ranks import FIRST_TOKEN, NUM_TOKENS
@@ -33,7 +34,7 @@ def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> Recove
     return RecoveringRig(policy, [], num_blocks, 0, kv_cache, num_stages)
 
 
-@settings(max_examples=100)
+@random_examples(100)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

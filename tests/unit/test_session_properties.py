@@ -14,10 +14,11 @@ from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, MOST_CYCLES, WINDOWED_KINDS, Rig
+from matrices import random_examples
 from mortal_ranks import RecoveringRig
 from policies import POLICIES, TIMES, make_policy
 
@@ -100,7 +101,7 @@ class Conversations:
         session.job = None
 
 
-@settings(max_examples=150)
+@random_examples(150)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),
@@ -226,7 +227,7 @@ def _serve_from_disk(rng: random.Random) -> EngineCounters:
     return rig.counters
 
 
-@settings(max_examples=60)
+@random_examples(60)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

@@ -1,7 +1,7 @@
 """A day of virtual time, in which ranks are lost, copies fail, clients leave, and jobs come in
 bursts.
 
-`make endurance` has the whole day, `make test` two hours of it.
+`make endurance` has the whole day, `make test` an hour of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mortal_ranks import DOWN_S, RecoveringRig
 from policies import POLICIES, make_policy
 
 HOUR_S = 3600.0
-SHORT_S, DAY_S = 2 * HOUR_S, 24 * HOUR_S
+SHORT_S, DAY_S = HOUR_S, 24 * HOUR_S
 STARVATION_S = 300.0
 LIMITS = BatchLimits(max_seqs=8, max_tokens=40, prefill_chunk_tokens=8)
 LONGEST_PROMPT, LONGEST_OUTPUT = 16, 12

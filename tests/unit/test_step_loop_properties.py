@@ -9,16 +9,17 @@ from fastserve_backend.job import FinishReason, JobState
 from fastserve_backend.job_trace import JobTrace
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 from fastserve_backend.scheduler.base import BatchLimits
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, WINDOWED_KINDS, Rig
+from matrices import random_examples
 from policies import POLICIES, make_policy
 
 
 # Turns of starving jobs that end within prefills.
 @example(seed=2**32, name="gittins", num_stages=1, ahead=False, chunk=True, kinds=ONE_GROUP)
-@settings(max_examples=120)
+@random_examples(120)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

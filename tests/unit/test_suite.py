@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from matrices import next_of_each
+from matrices import next_of_each, random_examples
 
 
 @pytest.mark.parametrize(("num_rows", "width"), list(product(range(1, 8), range(1, 5))))
@@ -25,6 +25,31 @@ def test_columns_do_not_go_along_with_a_parameter_of_as_many_values(size: int) -
     ]
     pairs = {(inner, column) for _, inner, column in next_of_each(rows)}
     assert len(pairs) == size**2
+
+
+@pytest.mark.one_of("column")
+@pytest.mark.parametrize("column", ["left", "right"])
+@pytest.mark.parametrize("row", [[1], [2], [3]], ids=str)
+def test_a_marked_test_runs_each_row_once(
+    row: list[int], column: str, request: pytest.FixtureRequest
+) -> None:
+    if request.config.getoption("--all-combinations"):
+        pytest.skip("it runs all combinations")
+    same = [item for item in request.session.items if item.path == request.path]
+    same = [item for item in same if item.originalname == request.node.originalname]  # type: ignore[attr-defined]
+    rows = [item.callspec.params["row"] for item in same]  # type: ignore[attr-defined]
+    assert row in rows
+    assert rows == [one for place, one in enumerate(rows) if one not in rows[:place]]
+    if len(rows) == 3:  # no option chose among them
+        assert {item.callspec.params["column"] for item in same} == {"left", "right"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("number", "fewer"), [(150, 50), (60, 40), (20, 20)])
+def test_property_tests_have_a_third_of_their_examples(
+    number: int, fewer: int, request: pytest.FixtureRequest
+) -> None:
+    has_all = request.config.getoption("--all-combinations")
+    assert random_examples(number).max_examples == (number if has_all else fewer)
 
 
 def test_a_worker_has_the_groups(request: pytest.FixtureRequest) -> None:

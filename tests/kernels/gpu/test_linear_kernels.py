@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_shapes import but_dtype
+from case_shapes import but_dtype, size_of_linear
 from fastserve_kernels import ops
 from kernel_cases import Case
 from linear_cases import cases
@@ -19,7 +19,9 @@ def test_rows_whose_elements_are_apart(kernel_device: torch.device) -> None:
     assert torch.equal(linear(apart).cpu(), linear(together).cpu())
 
 
-@pytest.mark.one_of("case", key=but_dtype)
+# Compiling takes a second, and what follows a product is the same for all sizes. The interpreter
+# runs it with each size.
+@pytest.mark.one_of("case", key=but_dtype if knobs.runtime.interpret else size_of_linear)
 @pytest.mark.parametrize("case", list(cases(interpreted=knobs.runtime.interpret)), ids=str)
 def test_case(case: Case, kernel_device: torch.device) -> None:
     for comparison in case.run(kernel_device):

@@ -13,6 +13,6 @@ locale.setlocale(locale.LC_ALL, "C.UTF-8")
 _ROOTS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 sys.path[:] = [path for path in dict.fromkeys([*_ROOTS, *sys.path]) if path]
 
-from fastserve_backend.serving.model import TritonPythonModel  # noqa: E402
+from fastserve_backend.serving.triton_model import TritonPythonModel  # noqa: E402
 
 __all__ = ["TritonPythonModel"]

@@ -16,6 +16,7 @@ from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.repository import ENGINE_FILE
 from fastserve_backend.serving.runtime import RuntimeDirectory
+from fastserve_backend.system.lasting_imports import lasting_imports
 from fastserve_backend.system.logs import log_to_stderr
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def _load(args: dict[str, str], guard: ParentGuard) -> ServedModel:
     rank_factory = RankFactory(config.parallel)
     try:
         # Imported while the ranks import torch, which takes several times as long.
-        from fastserve_backend.serving.model import ServedModel
+        with lasting_imports():
+            from fastserve_backend.serving.model import ServedModel
 
         return ServedModel(args["model_name"], args["model_version"], config, rank_factory, guard)
     except BaseException:

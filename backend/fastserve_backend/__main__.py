@@ -8,7 +8,10 @@ import sys
 def main() -> None:
     """The command line; Ctrl-C ends it quietly from the beginning, while it imports its parts."""
     try:
-        from fastserve_backend.cli import app
+        from fastserve_backend.system.lasting_imports import lasting_imports
+
+        with lasting_imports():
+            from fastserve_backend.cli import app
 
         app.main()
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ TIMEOUT_S = 60.0
 
 
 def loaded_modules(program: str) -> set[str]:
-    """Names of the top-level modules that ``program`` leaves in a new interpreter."""
+    """Full names of the modules that ``program`` leaves in a new interpreter."""
     program += "\nimport json, sys; print(json.dumps(list(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -21,4 +21,4 @@ def loaded_modules(program: str) -> set[str]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
-    return {name.partition(".")[0] for name in json.loads(done.stdout)}
+    return set(json.loads(done.stdout))

@@ -239,11 +239,11 @@ import os, signal, sys, threading
 from types import SimpleNamespace
 from fastserve_backend.serving.guard import ParentGuard
 
-guard = ParentGuard(None, lambda: True)
-guard.watch(SimpleNamespace(failure=None, gave_up=False), [])
+guard = ParentGuard(None)
+guard.watch(SimpleNamespace(failure=None, gave_up=False), lambda: True, [])
 print("works", flush=True)
 sys.stdin.readline()
-guard.watch(SimpleNamespace(failure="rank 0 died", gave_up=True), [])
+guard.watch(SimpleNamespace(failure="rank 0 died", gave_up=True), lambda: True, [])
 threading.Event().wait()
 """
 SERVER = """

@@ -183,13 +183,23 @@ def test_a_rank_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
     assert not unused & loaded_modules("import fastserve_backend.worker.worker")
 
 
-def test_the_launcher_does_not_wait_for_numpy() -> None:
+def test_the_launcher_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
     """Everything else of a start waits for the launcher."""
     program = """
 import fastserve_backend.cli.app
 import fastserve_backend.serving.launch, fastserve_backend.serving.served_models
 """
-    assert not {"torch", "numpy"} & loaded_modules(program)
+    assert not {"torch", "numpy", "rich", "psutil"} & loaded_modules(program)
+
+
+def test_ranks_do_not_wait_until_the_stub_has_imported_the_engine() -> None:
+    program = """
+import sys
+sys.modules["triton_python_backend_utils"] = object()
+import fastserve_backend.serving.triton_model
+"""
+    later = {"fastserve_backend.engine.engine", "fastserve_backend.serving.model", "jinja2"}
+    assert not later & loaded_modules(program)
 
 
 def test_recording_a_step_does_not_import_torchs_compiler() -> None:

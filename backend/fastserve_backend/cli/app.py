@@ -21,8 +21,6 @@ from fastserve_client.protocol import (
     DEFAULT_METRICS_PORT,
     MODEL_NAME,
 )
-from rich.console import Console
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
@@ -106,8 +104,9 @@ def main() -> None:
     try:
         app()
     except (FastServeError, ClientError) as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        from rich.markup import escape
+
+        _print(f"[bold red]error:[/] {escape(str(error))}", markup=True)
         sys.exit(1)
 
 
@@ -312,9 +311,7 @@ def _named_keys(path: Path | None) -> list[NamedKey]:
 
 
 def _print_gateway(url: str) -> None:
-    Console(stderr=True, highlight=False).print(
-        f"[bold green]listening[/] on {url}/v1", soft_wrap=True
-    )
+    _print(f"[bold green]listening[/] on {url}/v1", markup=True)
 
 
 @app.command()
@@ -387,26 +384,28 @@ def _print_endpoints(endpoints: Endpoints, models: list[str]) -> None:
     there = "" if url == DEFAULT_URL else f" --url {url}"
     if models != [MODEL_NAME]:
         there += f" --model {models[0]}"
-    _print_fact("[bold green]ready[/]", markup=True)
-    _print_fact(f'  gRPC     {url}   (fastserve generate "Hello"{there})')
+    _print("[bold green]ready[/]", markup=True)
+    _print(f'  gRPC     {url}   (fastserve generate "Hello"{there})')
     for name in models:
-        _print_fact(f"  HTTP     {endpoints.http_url}/v2/models/{name}/generate_stream")
-    _print_fact(f"  metrics  {endpoints.metrics_url}")
+        _print(f"  HTTP     {endpoints.http_url}/v2/models/{name}/generate_stream")
+    _print(f"  metrics  {endpoints.metrics_url}")
 
 
 def _print_control(server: TritonServer) -> None:
     from fastserve_backend.serving.process import ADMIN_HEADER
 
     key_file = server.runtime.admin_key_file
-    _print_fact(f"  models   {server.runtime.repository}")
-    _print_fact(
+    _print(f"  models   {server.runtime.repository}")
+    _print(
         f'  load     curl -X POST -H "{ADMIN_HEADER}: $(cat {key_file})" '
         f"{server.endpoints.http_url}/v2/repository/models/NAME/load"
     )
 
 
-def _print_fact(text: str, *, markup: bool = False) -> None:
-    # Addresses have no markup, but those of IPv6 look like it.
+def _print(text: str, *, markup: bool = False) -> None:
+    """A line on stderr. Addresses have no markup, but those of IPv6 look like it."""
+    from rich.console import Console  # a server starts without it
+
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=markup)
 
 

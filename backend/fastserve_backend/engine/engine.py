@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 
 from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
 from fastserve_backend.checkpoints.generation_defaults import load_generation_defaults
@@ -25,6 +26,7 @@ from fastserve_backend.engine.delivery import TextDelivery
 from fastserve_backend.engine.inbox import Inbox
 from fastserve_backend.engine.loop_setup import LoopSetup
 from fastserve_backend.engine.picture import take_picture, take_snapshot
+from fastserve_backend.engine.rank_factory import RankFactory
 from fastserve_backend.engine.request_checks import RequestChecks
 from fastserve_backend.engine.request_log import log_end
 from fastserve_backend.engine.service_levels import resolve_service
@@ -32,8 +34,6 @@ from fastserve_backend.engine.supervision import RankSupervisor, StartedRanks
 from fastserve_backend.engine.watches import StateSink, Watches
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor.base import OwnedExecutor
-from fastserve_backend.executor.cluster import Cluster
-from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.grammars.client import GrammarClient
 from fastserve_backend.grammars.messages import FromGrammars, Vocabulary
 from fastserve_backend.job import DEFAULT_SERVICE, FinishReason, Job, OutputSink, ServiceLevel
@@ -76,8 +76,9 @@ class Engine:
     The constructor loads tokenizer and model, starts the ranks and measures their latency profile.
 
     Args:
-        make_executor: makes the ranks, at the start and whenever they are replaced; default: those
-            of the configuration.
+        rank_factory: makes the ranks of the configuration. The engine closes it at its end; if this
+            constructor raises, the caller has to. None: the engine makes one.
+        make_executor: makes other ranks, at the start and whenever they are replaced.
         start_timeout_s: how long a start of the ranks may take.
         check_integrity: verify the block tables after every step, for tests.
 
@@ -91,6 +92,7 @@ class Engine:
         config: EngineConfig,
         *,
         clock: Clock | None = None,
+        rank_factory: RankFactory | None = None,
         make_executor: Callable[[], OwnedExecutor] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         check_integrity: bool = False,
@@ -107,10 +109,12 @@ class Engine:
         self._job_numbers = itertools.count()
         predictor = PredictorSettings.of(config)
         with ExitStack() as undo:
-            self._cluster = Cluster.of(config.parallel)  # first: a port in use shows at once
-            undo.callback(self._close_cluster)
-            make = make_executor or self._make_executor
-            executor = make()
+            if make_executor is None:
+                rank_factory = rank_factory or RankFactory(config.parallel)
+                make_executor = partial(rank_factory.make, self._inbox.descriptor)
+            self._rank_factory = rank_factory
+            undo.callback(self._close_rank_factory)
+            executor = make_executor()
             undo.callback(executor.close)
             undo.callback(executor.kill)  # before: ranks that import hear nothing
             self.model_config, self.tokenizer = load_model_and_tokenizer(config)
@@ -131,7 +135,7 @@ class Engine:
                 self.counters,
                 self._admission,
                 executor,
-                make,
+                make_executor,
                 start_timeout_s,
             )
             undo.callback(self._supervisor.close)
@@ -177,12 +181,6 @@ class Engine:
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    def _make_executor(self) -> DistributedExecutor:
-        num_ranks = self.config.parallel.num_ranks
-        return DistributedExecutor(
-            self._cluster, num_early_ranks=num_ranks, arrivals=self._inbox.descriptor
-        )
 
     @property
     def failure(self) -> str | None:
@@ -299,7 +297,7 @@ class Engine:
         finally:
             self._fail(reason)
             self._supervisor.close()
-            self._close_cluster()
+            self._close_rank_factory()
             self._grammars.close()
 
     def _serve(self) -> None:
@@ -417,9 +415,9 @@ class Engine:
         }
         return Vocabulary(tokens, specials, self.model_config.eos_token_ids)
 
-    def _close_cluster(self) -> None:
-        if self._cluster is not None:
-            self._cluster.close()
+    def _close_rank_factory(self) -> None:
+        if self._rank_factory is not None:
+            self._rank_factory.close()
 
     def _close_predictions(self) -> None:
         if self.predictions is not None:

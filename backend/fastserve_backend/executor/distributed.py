@@ -83,7 +83,8 @@ class DistributedExecutor:
         self.busy_s: list[float] = []
         """Seconds that each stage has computed so far, without waits for other stages."""
         self._cluster = cluster
-        self._arrivals = arrivals
+        self.arrivals = arrivals
+        """As of the constructor. It may be set until `start`."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # By default ZeroMQ silently drops messages to a rank that is a thousand messages behind.
@@ -242,13 +243,13 @@ class DistributedExecutor:
         """The next message and its rank; None after ``ARRIVAL_POLL_S``, or sooner if there is an
         arrival."""
         deadline = time.monotonic() + ARRIVAL_POLL_S
-        if self._arrivals is None:
+        if self.arrivals is None:
             return self._receive(deadline)
-        self._poller.register(self._arrivals, zmq.POLLIN)
+        self._poller.register(self.arrivals, zmq.POLLIN)
         try:
             return self._receive(deadline)
         finally:
-            self._poller.unregister(self._arrivals)
+            self._poller.unregister(self.arrivals)
 
     def check(self) -> None:
         while (received := self._receive(time.monotonic())) is not None:
@@ -352,7 +353,7 @@ class DistributedExecutor:
                 if rank is not None:
                     return rank, message
             else:
-                has_arrived = readable.pop(self._arrivals, 0) != 0
+                has_arrived = readable.pop(self.arrivals, 0) != 0
                 self._watch(readable)
                 if has_arrived:
                     return None

@@ -37,13 +37,16 @@ class GGUFQuant:
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
-    """The float16 number at byte `start` of each block: [rows, blocks]."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
+    """The float16 number at byte `start`, which is even, of each block: [rows, blocks]."""
+    return blocks.view(torch.float16)[..., start // 2].contiguous()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
     """The lower halves of bytes, then the upper ones: [..., n] -> [..., 2, n]."""
-    return torch.stack([packed & 15, packed >> 4], dim=-2)
+    halves = packed.new_empty((*packed.shape[:-1], 2, packed.shape[-1]))
+    torch.bitwise_and(packed, 15, out=halves[..., 0, :])
+    torch.bitwise_right_shift(packed, 4, out=halves[..., 1, :])
+    return halves
 
 
 def _bits(packed: Tensor, count: int) -> Tensor:

@@ -7,12 +7,12 @@ Rows may be in another order in the file, experts together, or norms 1 too large
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from fastserve_kernels.quantized_weight import QuantizedWeight, rows_in_turns
 from torch import Tensor
@@ -131,11 +131,14 @@ class _MappedSource:
         return values
 
     def _mapped(self) -> Tensor:
-        # Copy on write, because torch knows no memory that is read alone.
-        mapped = np.memmap(
-            self.file, np.uint8, "c", offset=self.tensor.start, shape=(self.tensor.num_bytes,)
-        )
-        return torch.from_numpy(mapped)
+        start, size = self.tensor.start, self.tensor.num_bytes
+        before = start % mmap.ALLOCATIONGRANULARITY
+        with self.file.open("rb") as file:
+            # Copy on write, because torch knows no memory that is read alone.
+            mapped = mmap.mmap(
+                file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=start - before
+            )
+        return torch.frombuffer(mapped, dtype=torch.uint8, offset=before, count=size)
 
 
 def _dequantize(kind: str, data: Tensor) -> Tensor:

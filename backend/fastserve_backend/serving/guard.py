@@ -10,10 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from fastserve_backend.engine.engine import Engine
 from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.runtime import LAUNCHER_VARIABLE, RuntimeDirectory, wait_readable
+
+if TYPE_CHECKING:
+    from fastserve_backend.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -68,31 +71,33 @@ class ParentGuard:
     stream, which pins the model. So the launcher asks the model to drain first.
     """
 
-    def __init__(self, runtime: RuntimeDirectory | None, drain: Callable[[], bool]) -> None:
-        """
-        Args:
-            drain: refuses new requests and returns whether none is left; called only while there is
-                an engine.
-        """
+    def __init__(self, runtime: RuntimeDirectory | None) -> None:
         self._runtime = runtime
-        self._drain = drain
         self._server = os.getppid()
         self._launcher = _open_launcher()
         self._engine: Engine | None = None
+        self._drain: Callable[[], bool] = lambda: True
         self._calls: list[tuple[StallDetector, Callable[[], int | None]]] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parent-guard", daemon=True)
         self._thread.start()
 
-    def watch(self, engine: Engine, calls: Iterable[Callable[[], int | None]]) -> None:
+    def watch(
+        self,
+        engine: Engine,
+        drain: Callable[[], bool],
+        calls: Iterable[Callable[[], int | None]],
+    ) -> None:
         """From now on there is an engine.
 
         Args:
+            drain: refuses new requests and returns whether none is left.
             calls: one function for each thread that calls Triton. It returns the number of the
                 thread's call under way, or None.
         """
-        self._engine = engine
+        self._drain = drain
         self._calls = [(StallDetector(), call) for call in calls]
+        self._engine = engine  # last: the thread looks for it first
 
     def release_engine(self) -> None:
         """The engine is about to be closed."""

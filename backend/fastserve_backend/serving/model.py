@@ -1,4 +1,4 @@
-"""The Triton python-backend model: a thin layer between requests and the engine."""
+"""A thin layer between Triton's requests and the engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-from fastserve_client.tracing import TracesError, open_tracer
+from fastserve_client.tracing import open_tracer
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
+from fastserve_backend.engine.rank_factory import RankFactory
 from fastserve_backend.errors import (
     DrainingError,
     FastServeError,
@@ -33,10 +33,7 @@ from fastserve_backend.serving.grpc_status import GRPC_STATUS_HEADER
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.job_spans import JobSpans
 from fastserve_backend.serving.metrics import MetricsPublisher
-from fastserve_backend.serving.reports import StubReports
-from fastserve_backend.serving.repository import ENGINE_FILE
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
-from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_backend.serving.streaming import (
     Emitter,
     RefusedStream,
@@ -48,7 +45,6 @@ from fastserve_backend.serving.streaming import (
 from fastserve_backend.serving.tasks import TaskStream, perform
 from fastserve_backend.serving.watching import WatchStream
 from fastserve_backend.system.clock import MonotonicClock
-from fastserve_backend.system.logs import log_to_stderr
 
 logger = logging.getLogger(__name__)
 
@@ -63,50 +59,44 @@ _SERVICE_NAME = "fastserve"
 _MAX_REQUEST_ID_CHARS = 128
 
 
-class TritonPythonModel:
-    """The class that Triton calls. ``execute`` runs on one thread and never raises."""
+class ServedModel:
+    """A loaded model: its engine, and the threads that send its responses.
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Load the model that ``engine.yaml`` in the model's directory names.
+    Args:
+        name, version: as Triton knows the model.
+        rank_factory: its ranks; closed with the engine. If this constructor raises, the caller has
+            to close it.
+        guard: watches the engine from now on.
 
-        Raises:
-            pb_utils.TritonModelException: the model cannot be loaded; the message says why.
-        """
-        log_to_stderr()
-        self._model_name = args["model_name"]
-        runtime = RuntimeDirectory.from_environment()
-        self._reports: StubReports | None = None
-        if runtime is not None:
-            self._reports = runtime.own_reports()
-            self._reports.start(self._model_name)
-            runtime.prepare_stub()
-        self._guard = ParentGuard(runtime, self._drain)
+    Raises:
+        ConfigError, ModelError: the configuration or the model cannot be used.
+        EngineError: a rank died, or was not ready in time.
+        TracesError: the environment asks for traces that cannot be sent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        config: EngineConfig,
+        rank_factory: RankFactory,
+        guard: ParentGuard,
+    ) -> None:
+        self._model_name = name
+        self._guard = guard
         clock = MonotonicClock()
-        try:
-            self._tracer = open_tracer(_SERVICE_NAME)
-            config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
-            self._engine = Engine(config, clock=clock)
-        except Exception as error:
-            if not isinstance(error, (FastServeError, TracesError)):
-                logger.exception("the model could not be loaded")
-            reason = str(error) or repr(error)
-            if self._reports is not None:
-                self._reports.report_failure(reason)
-            self._guard.close()
-            raise pb_utils.TritonModelException(reason) from None
+        self._tracer = open_tracer(_SERVICE_NAME)
+        self._engine = Engine(config, clock=clock, rank_factory=rank_factory)
         self._wall_clock = WallClock(clock)
         self._num_rejected = 0
-        self._metrics = MetricsPublisher(
-            self._engine, self._model_name, args["model_version"], self._count_rejected
-        )
+        self._metrics = MetricsPublisher(self._engine, name, version, self._count_rejected)
         self._emitters = [Emitter(self._metrics.on_request_change) for _ in range(_EMITTERS)]
         self._next_emitter = cycle(self._emitters)
-        self._guard.watch(self._engine, [emitter.current_call for emitter in self._emitters])
-        if self._reports is not None:
-            self._reports.loaded.set()
+        guard.watch(self._engine, self._drain, [emitter.current_call for emitter in self._emitters])
 
     def execute(self, requests: list[Any]) -> None:
-        """Accept or refuse each request. The emitters send the responses later."""
+        """Accept or refuse each request. The emitters send the responses later. Called by one
+        thread; never raises."""
         for request in requests:
             emitter = next(self._next_emitter)
             parameters = _text(request.parameters)  # a JSON object, or empty
@@ -132,13 +122,11 @@ class TritonPythonModel:
         self._metrics.on_request_change()
 
     def is_ready(self) -> bool:
-        """Called by releases of Triton since 26.03. The model stays ready while ranks are
-        restarted: its jobs wait."""
+        """Whether it answers requests. It stays ready while ranks are restarted: its jobs wait."""
         return self._engine.failure is None
 
-    def finalize(self) -> None:
-        """Called when no request is left, or after the server's exit timeout."""
-        logger.info("unloading")
+    def close(self) -> None:
+        """Stop the engine when its last steps have ended."""
         self._guard.release_engine()
         self._engine.drain(_DRAIN_TIMEOUT_S)
         self._engine.close()  # before the emitters: it may deliver the ends of jobs
@@ -147,10 +135,6 @@ class TritonPythonModel:
         self._metrics.close()
         if self._tracer is not None:
             self._tracer.close()
-        self._guard.close()
-        if self._reports is not None:
-            self._reports.withdraw()
-        logger.info("unloaded")
 
     def _count_rejected(self) -> int:
         return self._num_rejected + self._engine.counters.refused

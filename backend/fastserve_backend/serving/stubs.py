@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-import psutil
-
 from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
@@ -27,7 +25,7 @@ class LoadedStubs:
         for one in self._runtime.stub_reports():
             if one.loaded.is_set():
                 self.reports.append(one)
-            elif not psutil.pid_exists(one.pid):
+            elif not os.path.exists(f"/proc/{one.pid}"):
                 one.withdraw()
         pids = {one.pid for one in self.reports}
         for pid in self._handles.keys() - pids:

@@ -13,6 +13,9 @@ locale.setlocale(locale.LC_ALL, "C.UTF-8")
 _ROOTS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 sys.path[:] = [path for path in dict.fromkeys([*_ROOTS, *sys.path]) if path]
 
-from fastserve_backend.serving.model import TritonPythonModel  # noqa: E402
+from fastserve_backend.system.lasting_imports import lasting_imports  # noqa: E402
+
+with lasting_imports():
+    from fastserve_backend.serving.triton_model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -122,6 +122,7 @@ static Lane lane_of(int column) {
 template <typename T>
 struct ByColumn {
     static constexpr int OF_STEP = 2 * Dot<T>::DEPTH;  // vectors
+    static constexpr int NEIGHBOURS = 4;  // whose bits have the same places in the bytes of a word
 
     static Lane place(int column, int k) {
         const auto [vector, lane] = lane_of<T>(column);
@@ -167,6 +168,7 @@ inline void ByColumn<bf16>::store(bf16* step, const vf* lanes) {
 // fastest to widen. Bits are in the order of the vectors.
 struct SideBySide {
     static constexpr int OF_STEP = 2 * Dot<bf16>::DEPTH;
+    static constexpr int NEIGHBOURS = 1;
 
     static Lane place(int column, int k) {
         const int element = Dot<bf16>::place(column) + k % 2;
@@ -467,16 +469,26 @@ class Piece {
             copy(stored_.offset, source.offset, number, head + offsets_at_ + i * offset_bytes_);
             uint8_t* block = head + head_bytes_ + i * group_blocks_ * block_bytes_;
             const int64_t end = (g + 1) * stored_.group;
+            constexpr int64_t COUNT = Layout::NEIGHBOURS;
             for (int64_t k = g * stored_.group; k < end; k += BLOCK, block += block_bytes_)
-                for (int64_t j = 0; j < std::min(BLOCK, end - k); ++j)
-                    pack_code<CODES, Layout>(block, (int)n, (int)j, codes[k + j]);
+#pragma GCC unroll 16
+                for (int64_t j = 0; j < BLOCK; j += COUNT)
+                    if (k + j < end)
+                        pack_codes<CODES, Layout>(block, (int)n, (int)j, codes + k + j,
+                                                  std::min(COUNT, end - k - j));
         }
     }
 
-    // The code of a column's k-th element, into a block of zeros.
+    // The codes of a column's elements from the k-th on, into a block of zeros: `count` of them, at most
+    // Layout::NEIGHBOURS, of which k is a multiple.
     template <int64_t CODES, typename Layout>
-    static void pack_code(uint8_t* block, int column, int k, uint8_t code) {
+    __attribute__((always_inline)) static inline void pack_codes(uint8_t* block, int column, int k,
+                                                                 const uint8_t* from,
+                                                                 int64_t count) {
         const auto [vector, lane] = Layout::place(column, k);
+        uint32_t codes = 0;
+        if (count == Layout::NEIGHBOURS) std::memcpy(&codes, from, Layout::NEIGHBOURS);
+        else std::memcpy(&codes, from, count);
         const auto add = [&, lane = lane](Bits place, uint32_t bits) {
             uint8_t* const at = block + place.plane * PLANE + lane * 4;
             uint32_t word;
@@ -484,9 +496,10 @@ class Piece {
             word |= bits << place.shift;
             std::memcpy(at, &word, 4);
         };
-        add(Layout::template low_bits<CODES>(vector), CODES >= k8Bits ? code : code & 0xfu);
+        constexpr uint32_t HALF = 0x0f0f0f0fu;  // of each byte
+        add(Layout::template low_bits<CODES>(vector), CODES >= k8Bits ? codes : codes & HALF);
         if constexpr (CODES == k5Bits || CODES == k6Bits)
-            add(Layout::template high_bits<CODES>(vector), (uint32_t)code >> 4);
+            add(Layout::template high_bits<CODES>(vector), codes >> 4 & HALF);
     }
 
     // How an offset is added to the product of scale and code.

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -68,11 +69,12 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def own_ranks() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if "fastserve_backend.worker" in child.cmdline()
-    ]
+    ranks = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # another child has ended meanwhile
+            if "fastserve_backend.worker" in child.cmdline():
+                ranks.append(child)
+    return ranks
 
 
 def test_ranks_that_no_engine_took_end_at_once(config: EngineConfig, empty: Path) -> None:

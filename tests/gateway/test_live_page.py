@@ -29,6 +29,7 @@ from waiting import wait_for
 
 DEADLINE_S = 60.0
 # Notes in `window.shown` what every picture shows. The callback runs before the next picture.
+MOST_BURSTS = 6
 RECORDER = """
     window.shown = { lanes: {}, usedBlocks: 0, swapOut: [] };
     const find = (id) => document.getElementById(id);
@@ -150,25 +151,33 @@ def test_queues_memory_and_traffic_move_under_load(
     wait_until_idle(endpoints)
     before = ended_jobs(endpoints.metrics_url, "length")
     page.driver.execute_script(RECORDER)
-    # These sink meanwhile, and hold so much KV that the burst must displace some.
-    long = {"text_input": "x" * 900, "stream": True, "max_tokens": 300, "ignore_eos": True}
-    sinking = [GrpcStream(endpoints.grpc_url, **long) for _ in range(3)]
-    for stream in sinking:
-        stream.first_token()
-    page.find("load").click()
-    picture = tmp_path / "live_page.png"
-    page.driver.save_screenshot(str(picture))
-    with Image.open(picture) as image:
-        assert image.size[0] >= 1000
-        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 100  # not blank
-    page.until(lambda: page.text("load") == "Send 20 mixed requests")
-    assert page.text("load-note") == ""
-    for stream in sinking:
-        stream.finish()
-    page.until(lambda: page.text("running") == "0" and page.lanes_of_jobs() == {})
-    page.until(lambda: page.text("device-text").startswith("0 of "))
-    wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") == before + 23, DEADLINE_S)
-    shown = page.driver.execute_script("return window.shown")
+    for number in range(1, MOST_BURSTS + 1):
+        # These sink, and hold so much KV that the burst displaces some, if it comes in time.
+        long = {"text_input": "x" * 900, "stream": True, "max_tokens": 300, "ignore_eos": True}
+        sinking = [GrpcStream(endpoints.grpc_url, **long) for _ in range(3)]
+        for stream in sinking:
+            stream.first_token()
+        page.find("load").click()
+        if number == 1:
+            picture = tmp_path / "live_page.png"
+            page.driver.save_screenshot(str(picture))
+            with Image.open(picture) as image:
+                assert image.size[0] >= 1000
+                assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 100  # not blank
+        page.until(lambda: page.text("load") == "Send 20 mixed requests")
+        assert page.text("load-note") == ""
+        for stream in sinking:
+            stream.finish()
+        page.until(lambda: page.text("running") == "0" and page.lanes_of_jobs() == {})
+        page.until(lambda: page.text("device-text").startswith("0 of "))
+        expected = before + 23 * number
+        wait_for(
+            lambda expected=expected: ended_jobs(endpoints.metrics_url, "length") == expected,
+            DEADLINE_S,
+        )
+        shown = page.driver.execute_script("return window.shown")
+        if set(shown["swapOut"]) > {"0 B/s"}:
+            break
     assert sum(len(lanes) > 1 for lanes in shown["lanes"].values()) >= 3, shown
     assert shown["usedBlocks"] > 0
     assert set(shown["swapOut"]) > {"0 B/s"}

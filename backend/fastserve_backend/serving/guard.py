@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Far longer than any library holds the interpreter's lock while the model loads.
 _STUCK_TIMEOUT_S = 30.0
+# How long a server may take to end that has been asked to.
+_SERVER_END_TIMEOUT_S = 10.0
 _REARM_INTERVAL_S = 5.0
 # How often the guard looks. Nothing else tells a stub that its server was killed.
 _INTERVAL_S = 0.25
@@ -103,13 +105,23 @@ class ParentGuard:
         """The engine is about to be closed."""
         self._engine = None
 
+    def on_failed_load(self) -> None:
+        """Call this before the server is told that the model cannot be loaded. The server then ends
+        this process, which is guarded until then.
+
+        Without a launcher the server is ending. Who tells it something holds the interpreter's lock
+        for ever once it is gone. So this waits for its end, at which the guard ends this process.
+        """
+        if self._launcher_is_gone():
+            self._thread.join(_SERVER_END_TIMEOUT_S)
+            self._remove_if_last()
+
     def close(self) -> None:
         """The model is unloaded: the server itself ends this process."""
         self._closed.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        if self._launcher_is_gone() and self._runtime is not None:
-            self._runtime.remove()
+        self._remove_if_last()
 
     def _run(self) -> None:
         asked_to_end = False
@@ -136,6 +148,11 @@ class ParentGuard:
                 asked_to_end = True
             if self._runtime is not None:
                 self._answer_launcher(self._runtime, self._runtime.own_reports())
+
+    def _remove_if_last(self) -> None:
+        """Remove the server's directory if its launcher, whose task that is, has gone."""
+        if self._launcher_is_gone() and self._runtime is not None:
+            self._runtime.remove()
 
     def _ask_server_to_end(self) -> None:
         with suppress(ProcessLookupError):  # somebody has just killed it

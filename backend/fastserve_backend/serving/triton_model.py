@@ -50,7 +50,7 @@ class TritonPythonModel:
             reason = str(error) or repr(error)
             if self._reports is not None:
                 self._reports.report_failure(reason)
-            self._guard.close()
+            self._guard.on_failed_load()
             raise pb_utils.TritonModelException(reason) from None
         if self._reports is not None:
             self._reports.loaded.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -193,14 +194,26 @@ class LLM:
             self.engine.checks.token_rules(one)
             resolve_service(wanted, self.engine.config)
         completions = [Completion(prompt) for prompt in jobs]
-        outputs: queue.SimpleQueue[tuple[int, JobOutput]] = queue.SimpleQueue()
+        outputs: list[list[JobOutput]] = [[] for _ in jobs]
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         numbers: list[int] = []
+
+        def receive(index: int, output: JobOutput) -> None:
+            outputs[index].append(output)
+            # Not at every token: the engine's loop would wait while this thread wakes up.
+            if output.finish_reason is not None:
+                ended.put(index)
 
         def submit_waiting() -> None:
             for index in range(len(numbers), len(jobs)):
                 try:
-                    number = self._submit(
-                        index, ids[index], texts[index], each[index], services[index], outputs
+                    number = self.engine.submit(
+                        f"prompt-{index}",
+                        ids[index],
+                        each[index],
+                        partial(receive, index),
+                        service=services[index],
+                        prompt_text=texts[index],
                     )
                 except OverloadedError:
                     return  # the rest is submitted when a job has ended
@@ -213,35 +226,18 @@ class LLM:
                 while unfinished:
                     submit_waiting()
                     try:
-                        index, output = outputs.get(timeout=_RETRY_S)
+                        index = ended.get(timeout=_RETRY_S)
                     except queue.Empty:
                         continue  # jobs of other threads may have ended
-                    if _add(completions[index], output):
-                        unfinished -= 1
-                        bar.advance(task)
+                    for output in outputs[index]:
+                        _add(completions[index], output)
+                    unfinished -= 1
+                    bar.advance(task)
         finally:
             for number, completion in zip(numbers, completions, strict=False):
                 if completion.finish_reason is None:
                     self.engine.cancel(number)
         return completions
-
-    def _submit(
-        self,
-        index: int,
-        prompt_ids: Sequence[int],
-        prompt_text: str | None,
-        params: SamplingParams,
-        service: ServiceLevel,
-        outputs: queue.SimpleQueue[tuple[int, JobOutput]],
-    ) -> int:
-        return self.engine.submit(
-            f"prompt-{index}",
-            prompt_ids,
-            params,
-            lambda output: outputs.put((index, output)),
-            service=service,
-            prompt_text=prompt_text,
-        )
 
 
 def _one_each(name: str, given: _T | Sequence[_T], number: int) -> list[_T]:
@@ -258,8 +254,8 @@ def _one_each(name: str, given: _T | Sequence[_T], number: int) -> list[_T]:
     return each
 
 
-def _add(completion: Completion, output: JobOutput) -> bool:
-    """Append the output. Returns whether it was the last.
+def _add(completion: Completion, output: JobOutput) -> None:
+    """Append the output.
 
     Raises:
         InvalidRequestError, EngineError: the job failed.
@@ -275,7 +271,6 @@ def _add(completion: Completion, output: JobOutput) -> bool:
         raise EngineError(output.error or "the engine failed")
     completion.finish_reason = output.finish_reason
     completion.stats = output.stats
-    return output.finish_reason is not None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -87,7 +87,8 @@ struct Int8Step<bf16> {
 template <typename T>
 class Int8Panels {
    public:
-    static constexpr int FEW_ROWS = 0;
+    static constexpr int64_t ROWS_AT_A_TIME = 0;
+    static constexpr bool HAS_STEPS = true;
     static constexpr int64_t PASS_STEPS = 128;  // widened 16 KiB at most
 
     explicit Int8Panels(int64_t steps) : steps_(steps) {}

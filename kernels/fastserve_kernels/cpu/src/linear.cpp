@@ -26,7 +26,7 @@ constexpr int64_t BLOCK_BYTES = 256 << 10;
 // A single tile of so few elements is packed by each thread for itself, which takes less time than to wait.
 constexpr int64_t FEW_ELEMENTS = 2048;
 
-// With so few tiles the way of panels from memory is what takes time: they are multiplied whole.
+// With so few tiles the way of panels from memory is what takes time: all their steps are multiplied at once.
 constexpr int64_t FEW_TILES = 4;
 
 // Where the sums with one panel go: PAIR columns of y, or what is left of them.
@@ -179,7 +179,8 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
         X* const packed = packs_alone ? packed_alone.data()
                                       : own.buffer<X>(0, tiles_at_a_time * tile_size);
         static thread_local AlignedVector<float> sums_of_tiles;
-        sums_of_tiles.resize(tiles_at_a_time * P::ROWS * PAIR);
+        const size_t most_sums = tiles_at_a_time * P::ROWS * PAIR;
+        if (sums_of_tiles.size() < most_sums) sums_of_tiles.resize(most_sums);
         for (const Plan::Block& block : plan.blocks) {
             if (&block != plan.blocks.data()) own.barrier();  // all have used what is packed
             own.deal((block.end_batch - block.first_batch) * count);
@@ -195,43 +196,49 @@ static void linear(const Team* team, const std::vector<Group<T>>& groups, const 
             // Panel by panel, those of one batch after the other.
             for (int64_t item; (item = own.take()) >= 0;) {
                 const Plan::Batch& batch = plan.batches[block.first_batch + item / count];
-                const int64_t panel = item % count, tiles = batch.end_tile - batch.first_tile;
-                const int64_t pass_steps =
-                    std::min(Panels::PASS_STEPS, tiles > FEW_TILES ? P::PASS_STEPS : steps);
+                const int64_t panel = item % count;
                 weights.use(groups[batch.group].panels);
                 const Columns columns = weights.columns(panel, out);
                 if (columns.count <= 0) continue;  // another group's weight has more panels
                 const Output<T> output = output_of(groups[batch.group], columns);
-                if constexpr (Panels::FEW_ROWS > 0) {
-                    int64_t done = 0;  // few tiles, each multiplied with all steps at once
-                    for (; done < tiles && tiles <= Panels::FEW_TILES; ++done) {
-                        const auto [first, height] = plan.tiles[batch.first_tile + done];
-                        const int64_t place = batch.first_tile + done - block.first_tile;
-                        float* const sums = sums_of_tiles.data();
-                        if (height > Panels::FEW_ROWS ||
-                            !weights.multiply(panel, packed + place * tile_size, height, sums,
-                                              weights.next(panel, done, tiles)))
-                            break;
-                        for (int64_t m = 0; m < height; ++m)
-                            output.write(first + m, load_pair(sums + m * PAIR));
+                float* const sums = sums_of_tiles.data();
+                if constexpr (Panels::ROWS_AT_A_TIME > 0) {
+                    const Plan::Tile& last = plan.tiles[batch.end_tile - 1];
+                    const int64_t first_row = plan.tiles[batch.first_tile].first;
+                    const int64_t rows = last.first + last.height - first_row;
+                    if (weights.multiplies(panel, rows)) {
+                        const X* const x = packed + (batch.first_tile - block.first_tile) * tile_size;
+                        const int64_t most = Panels::ROWS_AT_A_TIME, parts = (rows + most - 1) / most;
+                        for (int64_t part = 0; part < parts; ++part) {
+                            const int64_t begin = part * most, some = std::min(most, rows - begin);
+                            weights.multiply(panel, x + begin / P::ROWS * tile_size, tile_size, some,
+                                             sums, weights.next(panel, part, parts));
+                            for (int64_t m = 0; m < some; ++m)
+                                output.write(first_row + begin + m, load_pair(sums + m * PAIR));
+                        }
+                        continue;
                     }
-                    if (done == tiles) continue;
                 }
-                int64_t begin = 0, end;
-                do {  // once for rows without elements, too
-                    end = begin + std::min(pass_steps, steps - begin);
-                    const auto of_steps = weights.steps(panel, begin, end);
-                    for (int64_t tile = 0; tile < tiles; ++tile) {
-                        const auto [first, height] = plan.tiles[batch.first_tile + tile];
-                        const int64_t place = batch.first_tile + tile - block.first_tile;
-                        float* const sums = sums_of_tiles.data() + tile * P::ROWS * PAIR;
-                        P::of_tile(sums, PAIR, packed + place * tile_size, height, of_steps, begin,
-                                   end, weights.next(panel, tile, tiles));
-                        for (int64_t m = 0; m < height && end == steps; ++m)
-                            output.write(first + m, load_pair(sums + m * PAIR));
-                    }
-                    begin = end;
-                } while (begin < steps);
+                if constexpr (Panels::HAS_STEPS) {
+                    const int64_t tiles = batch.end_tile - batch.first_tile;
+                    const int64_t pass_steps =
+                        std::min(Panels::PASS_STEPS, tiles > FEW_TILES ? P::PASS_STEPS : steps);
+                    int64_t begin = 0, end;
+                    do {  // once for rows without elements, too
+                        end = begin + std::min(pass_steps, steps - begin);
+                        const auto of_steps = weights.steps(panel, begin, end);
+                        for (int64_t tile = 0; tile < tiles; ++tile) {
+                            const auto [first, height] = plan.tiles[batch.first_tile + tile];
+                            const int64_t place = batch.first_tile + tile - block.first_tile;
+                            float* const of_tile = sums + tile * P::ROWS * PAIR;
+                            P::of_tile(of_tile, PAIR, packed + place * tile_size, height, of_steps,
+                                       begin, end, weights.next(panel, tile, tiles));
+                            for (int64_t m = 0; m < height && end == steps; ++m)
+                                output.write(first + m, load_pair(of_tile + m * PAIR));
+                        }
+                        begin = end;
+                    } while (begin < steps);
+                }
             }
         }
     });
@@ -336,8 +343,8 @@ static void linear_of_pieces(const Team* team, const std::vector<Group<T>>& grou
             const auto& some = rounding[blocks == MANY_BLOCKS];
             if (some.empty()) return;
             if (done && team) team->barrier();  // the last product used the same memory
-            linear<RoundingPanels<blocks>, T, RoundedProduct<blocks>>(team, some, row_of_x, y, in, out,
-                                                              most_panels, relu);
+            linear<RoundingPanels<blocks>, T, RoundedProduct<blocks>>(
+                team, some, row_of_x, y, in, out, most_panels, relu);
             done += some.size();
         };
         multiply(std::integral_constant<int, MANY_BLOCKS>());

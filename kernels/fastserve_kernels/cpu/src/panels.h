@@ -158,7 +158,8 @@ static inline Columns columns_of_panel(int64_t panel, int64_t out) {
 template <typename T>
 class SamePanels {
    public:
-    static constexpr int FEW_ROWS = 0;
+    static constexpr int64_t ROWS_AT_A_TIME = 0;  // that `multiply` takes; 0: there is none
+    static constexpr bool HAS_STEPS = true;       // whether there is `steps`
     static constexpr int64_t PASS_STEPS = std::numeric_limits<int64_t>::max();
 
     explicit SamePanels(int64_t steps) : steps_(steps) {}

@@ -614,9 +614,9 @@ template <typename T>
 class QuantizedPanels {
    public:
     static constexpr int64_t PASS_STEPS = 128;  // widened 16 KiB at most
-    // Rows that `multiply` takes. For AMX they are packed in another order.
-    static constexpr int FEW_ROWS = STEPS_AT_A_TIME<T> > 1 ? 0 : 4;
-    static constexpr int64_t FEW_TILES = 1;
+    // For AMX rows are packed in another order.
+    static constexpr int64_t ROWS_AT_A_TIME = STEPS_AT_A_TIME<T> > 1 ? 0 : 4;
+    static constexpr bool HAS_STEPS = true;
 
     explicit QuantizedPanels(int64_t steps) : steps_(steps) {}
 
@@ -628,15 +628,16 @@ class QuantizedPanels {
         piece.widen(panel - first_panel, begin, end, widened_);
         return widened_;
     }
-    // Sums of a tile of up to FEW_ROWS rows with a panel. False: they are to be computed otherwise.
-    bool multiply(int64_t panel, const typename Dot<T>::X* tile, int64_t height, float* sums,
+    bool multiplies(int64_t panel, int64_t rows) const {
+        return rows <= ROWS_AT_A_TIME && pieces_->with_panel(panel).piece.multiplies(steps_);
+    }
+    // sums [rows] of a tile with a panel, which the processor widens meanwhile.
+    void multiply(int64_t panel, const typename Dot<T>::X* tile, int64_t, int64_t rows, float* sums,
                   Ahead) const {
         const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
-        if (!piece.multiplies(steps_)) return false;
-        with_rows<FEW_ROWS>(height, [&, &piece = piece, local = panel - first_panel](auto rows) {
+        with_rows<ROWS_AT_A_TIME>(rows, [&, &piece = piece, local = panel - first_panel](auto rows) {
             piece.template multiply<rows>(local, steps_, tile, sums);
         });
-        return true;
     }
     Ahead next(int64_t panel, int64_t pass, int64_t passes) const {
         const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);

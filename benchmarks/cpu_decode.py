@@ -347,7 +347,7 @@ def timed_kernels() -> Iterator[dict[str, float]]:
     linear = ops.PackedLinear
     originals: list[tuple[Any, str, Any]] = [
         (ops, name, getattr(ops, name))
-        for name in ("kv_write", "paged_decode", "add_layer_norm", "argmax_rows")
+        for name in ("kv_write", "paged_decode", "add_layer_norm", "greedy_tokens")
     ]
     originals.append((linear, "__call__", linear.__call__))
 

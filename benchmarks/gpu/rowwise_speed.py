@@ -35,7 +35,7 @@ def run(context: Context) -> None:
         for name, make in speed.kernels().items():
             speed.measure(name, make)
     speed = _Speed(context, rate, 2 if context.tiny else ROWS[0])
-    speed.measure("argmax_rows", speed.argmax)
+    speed.measure("greedy_tokens", speed.argmax)
     for name, make in _int8(context).items():
         speed.measure(name, make)
 
@@ -82,7 +82,7 @@ class _Speed:
 
     def argmax(self) -> tuple[Call, Sequence[Tensor]]:
         logits = self._random(self._rows, self._vocabulary)
-        return lambda: ops.argmax_rows(logits), [logits]
+        return lambda: ops.greedy_tokens(logits), [logits]
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=DTYPE, device=self._device)

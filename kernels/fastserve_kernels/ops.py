@@ -65,7 +65,6 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
-    "argmax_rows",
     "call_on_rows",
     "choose",
     "clamp_",
@@ -73,6 +72,7 @@ __all__ = [
     "cpu_backend",
     "empty",
     "gelu_tanh_mul",
+    "greedy_tokens",
     "kv_write",
     "lookup_part",
     "lookup_rows",
@@ -413,9 +413,10 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return kernels_for(x).gelu_tanh_mul(x)
 
 
-def argmax_rows(logits: Tensor) -> Tensor:
+def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Index of each row's largest value, the first among equals: logits [R, vocab] -> int64 [R].
 
     logits: rows contiguous. A NaN counts as the largest value, as in torch.
+    Returns the indices, and the same with -1 for rows with a NaN.
     """
-    return (compiled_for(logits) or plain_torch).argmax_rows(logits)
+    return (compiled_for(logits) or plain_torch).greedy_tokens(logits)

@@ -59,7 +59,7 @@ PRINT_OPENMP_LIBRARIES = """
 import torch
 from fastserve_kernels import ops
 ops.set_cpu_backend("compiled")
-ops.argmax_rows(torch.randn(64, 1024))
+ops.greedy_tokens(torch.randn(64, 1024))
 torch.randn(512, 512) @ torch.randn(512, 512)
 lines = open("/proc/self/maps").read().splitlines()
 print(len({line.split()[-1] for line in lines if "gomp" in line.lower()}))

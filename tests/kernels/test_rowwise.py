@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import kernel_reference as reference
 import pytest
 import torch
@@ -27,16 +29,19 @@ def test_layer_norm_of_rows_far_from_zero(backend: str, size: int, mean: float) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 1024), (17, 50_272), (2, 1025)])
-def test_argmax_rows(backend: str, rows: int, size: int, dtype: torch.dtype) -> None:
+def test_greedy_tokens(backend: str, rows: int, size: int, dtype: torch.dtype) -> None:
     logits = torch.randn(rows, size + 3).to(dtype)[:, :size]
-    assert torch.equal(ops.argmax_rows(logits), reference.argmax_rows(logits))
+    expected = reference.greedy_tokens(logits)
+    assert all(torch.equal(ids, expected) for ids in ops.greedy_tokens(logits))
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
-def test_argmax_takes_the_first_of_equals(backend: str, special: float) -> None:
+def test_greedy_tokens_are_the_first_of_equals(backend: str, special: float) -> None:
     logits = torch.full((3, 3000), float("-inf"), dtype=torch.bfloat16)
     logits[0, [1234, 2999]] = special
     logits[1, [0, 17]] = special
     logits[2, [2500, 2501]] = 1.0
     expected = [0, 0, 2500] if special == float("-inf") else [1234, 0, 2500]
-    assert ops.argmax_rows(logits).tolist() == expected
+    token_ids, answers = ops.greedy_tokens(logits)
+    assert token_ids.tolist() == expected
+    assert answers.tolist() == ([-1, -1, 2500] if math.isnan(special) else expected)

@@ -229,8 +229,8 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return _gelu_tanh(gate) * up
 
 
-def argmax_rows(logits: Tensor) -> Tensor:
-    """See `ops.argmax_rows`."""
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """See `ops.greedy_tokens`; the logits are numbers."""
     return torch.tensor([int(torch.argmax(row.double())) for row in logits], dtype=torch.int64)
 
 

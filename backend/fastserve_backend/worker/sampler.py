@@ -29,7 +29,7 @@ from fastserve_backend.rank_protocol.messages import (
     TopLogprobs,
 )
 from fastserve_backend.worker.staging import Uploads
-from fastserve_backend.worker.token_choice import choose, greedy_answers, of_tokens
+from fastserve_backend.worker.token_choice import choose, of_tokens
 
 Array = npt.NDArray[Any]
 _NO_ROWS: Array = np.zeros(0, dtype=np.int64)
@@ -80,7 +80,7 @@ class SampledTokens:
         chosen = self.on_host()
         return StepResult(
             step_id=step_id,
-            token_ids=chosen.token_ids.to(torch.int32).numpy().tobytes(),
+            token_ids=chosen.token_ids.numpy().astype(np.int32).tobytes(),
             compute_s=compute_s,
             logprobs=chosen.logprobs,
             top_logprobs=chosen.top_logprobs,
@@ -107,7 +107,7 @@ def sample(
     sampling: Sampling | None,
     eos_token_ids: tuple[int, ...],
     input_ids: Tensor | None = None,
-    greedy_ids: Tensor | None = None,
+    greedy: tuple[Tensor, Tensor] | None = None,
 ) -> SampledTokens:
     """Choose a token for each row. Log-probabilities are those of the unmodified logits.
 
@@ -116,11 +116,10 @@ def sample(
         sampling: None: choose greedily for every row.
         input_ids: int64, the step's tokens, those of decodes first. Only penalties with
             ``is_pending`` need them.
-        greedy_ids: int64 [R], the `ops.argmax_rows` of the logits, if it is known.
+        greedy: the `ops.greedy_tokens` of the logits, if they are known.
     """
     if sampling is None:
-        token_ids = ops.argmax_rows(logits) if greedy_ids is None else greedy_ids
-        return SampledTokens(token_ids, greedy_answers(logits, token_ids))
+        return SampledTokens(*(greedy or ops.greedy_tokens(logits)))
     uploads = Uploads(logits.device)
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
     bans_eos = len(without_eos) > 0 and len(eos_token_ids) > 0

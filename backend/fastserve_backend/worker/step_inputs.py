@@ -58,7 +58,8 @@ class StepLayout:
         from the end.
     slots: int64 [G, T], for each group of layers where a token's key and value go: block · block
         size + offset, -1 for padding.
-    query_lens, context_lens: int32 [S], a job's tokens in this step, and in the cache after it.
+    query_starts: int32 [S + 1], the first row of each job, then T.
+    context_lens: int32 [S], a job's tokens in the cache after this step.
     block_tables: int32 [N], the blocks of all groups and jobs.
     table_starts: int32 [G, S], where each job's blocks begin in block_tables. If a table begins
         with a later block than block 0: where it would begin with that, perhaps below 0.
@@ -68,7 +69,7 @@ class StepLayout:
     token_ids: Array
     positions: Array
     slots: Array
-    query_lens: Array
+    query_starts: Array
     context_lens: Array
     block_tables: Array
     table_starts: Array
@@ -94,11 +95,16 @@ class StepLayout:
         query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
         starts = np.frombuffer(step.starts, dtype=np.int32)
         block_tables, table_starts = _tables(step, kinds)
-        ends = np.cumsum(query_lens)
-        positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - query_lens), query_lens)
-        entries = np.repeat(table_starts, query_lens, axis=1) + positions // block_size
-        blocks = block_tables[entries].astype(np.int64)
-        slots = blocks * block_size + positions % block_size
+        query_starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, dtype=np.int32, out=query_starts[1:])
+        positions, table_starts_of_tokens = starts.astype(np.int64), table_starts
+        if query_starts[-1] > len(query_lens):  # some jobs run several tokens
+            positions = np.repeat(positions - query_starts[:-1], query_lens)
+            positions += np.arange(len(positions))
+            table_starts_of_tokens = np.repeat(table_starts, query_lens, axis=1)
+        entries, offsets = np.divmod(positions, block_size)
+        blocks = block_tables[table_starts_of_tokens + entries].astype(np.int64)
+        slots = blocks * block_size + offsets
         if step.are_long:
             are_long = np.frombuffer(step.are_long, dtype=np.bool_)
             positions = np.where(np.repeat(are_long, query_lens), -1 - positions, positions)
@@ -106,11 +112,11 @@ class StepLayout:
             token_ids=_token_ids(step, num_previous),
             positions=positions,
             slots=slots,
-            query_lens=query_lens,
+            query_starts=query_starts,
             context_lens=starts + query_lens,
             block_tables=block_tables,
             table_starts=table_starts,
-            sampled=ends[: len(query_lens) - step.num_partial] - 1,
+            sampled=query_starts[1 : len(starts) - step.num_partial + 1].astype(np.int64) - 1,
             num_decodes=step.num_decodes,
         )
 
@@ -119,11 +125,12 @@ class StepLayout:
         """A step without jobs."""
         by_token, by_job = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
         slots, starts = np.zeros((num_groups, 0), np.int64), np.zeros((num_groups, 0), np.int32)
-        return cls(by_token, by_token, slots, by_job, by_job, by_job, starts, by_token, 0)
+        first = np.zeros(1, dtype=np.int32)
+        return cls(by_token, by_token, slots, first, by_job, by_job, starts, by_token, 0)
 
     @property
     def num_jobs(self) -> int:
-        return len(self.query_lens)
+        return len(self.context_lens)
 
     @property
     def num_tokens(self) -> int:
@@ -134,14 +141,11 @@ class StepLayout:
         return self.num_decodes == self.num_jobs
 
     @property
-    def query_starts(self) -> Array:
-        """int32 [S + 1]: the first row of each job, then T."""
-        return np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
-
-    @property
     def prompt_lens(self) -> Array:
-        """int32 [S]: query_lens, but 0 for decodes."""
-        return np.where(np.arange(self.num_jobs) < self.num_decodes, 0, self.query_lens)
+        """int32 [S]: a job's tokens in this step, but 0 for decodes."""
+        query_lens = np.diff(self.query_starts)
+        query_lens[: self.num_decodes] = 0
+        return query_lens
 
     def padded(self, num_tokens: int, num_jobs: int) -> StepLayout:
         """The same step with tokens and jobs added that do nothing, up to these numbers.
@@ -152,7 +156,7 @@ class StepLayout:
             token_ids=_padded(self.token_ids, num_tokens, 0),
             positions=_padded(self.positions, num_tokens, 0),
             slots=_padded(self.slots, num_tokens, -1),
-            query_lens=_padded(self.query_lens, num_jobs, 0),
+            query_starts=_padded(self.query_starts, num_jobs + 1, self.num_tokens),
             context_lens=_padded(self.context_lens, num_jobs, 0),
             block_tables=self.block_tables,
             table_starts=_padded(self.table_starts, num_jobs, 0),

@@ -107,13 +107,13 @@ def _largest_layout(limits: StepLimits, block_size: int, num_groups: int) -> Ste
         num_decodes = 1
         lengths = [1, *lengths[:-1], lengths[-1] - 1]
     num_tokens = sum(lengths)
-    query_lens = np.array(lengths, dtype=np.int32)
+    query_starts = np.cumsum([0, *lengths], dtype=np.int32)
     return StepLayout(
         token_ids=np.zeros(num_tokens, dtype=np.int64),
         positions=np.concatenate([np.arange(length) for length in lengths]),
         slots=np.full((num_groups, num_tokens), -1, dtype=np.int64),
-        query_lens=query_lens,
-        context_lens=query_lens,
+        query_starts=query_starts,
+        context_lens=np.array(lengths, dtype=np.int32),
         # The only block, repeated for all jobs and groups.
         block_tables=np.zeros(limits.max_blocks(block_size), dtype=np.int32),
         table_starts=np.zeros((num_groups, len(lengths)), dtype=np.int32),

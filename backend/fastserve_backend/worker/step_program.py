@@ -28,13 +28,13 @@ class StepOutput:
 
     hidden: [T, width], the activations for the next stage; None in the last stage.
     logits: see `CausalLM.logits`; None in other stages.
-    greedy_ids: int64 [R], the most likely token of each row, if they were asked for and there are
-        logits. They stay valid.
+    greedy: the `ops.greedy_tokens` of the logits, if they were asked for and there are logits. They
+        stay valid.
     """
 
     hidden: Tensor | None = None
     logits: Tensor | None = None
-    greedy_ids: Tensor | None = None
+    greedy: tuple[Tensor, Tensor] | None = None
 
 
 class StepProgram:
@@ -95,7 +95,7 @@ class StepProgram:
         received = recorder.input((most_tokens, width), dtype) if has_earlier_stage else None
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
-        self._greedy_ids: Tensor | None = None
+        greedy: list[Tensor] = []
         with recorder.recording():
             batch = AttentionBatch(groups)
             output = model.forward(token_ids, positions, batch, kv, received, sampled)
@@ -105,8 +105,10 @@ class StepProgram:
                 self._hidden = output
             elif output is not None:
                 self._logits = output
-                self._greedy_ids = recorder.lasting(ops.argmax_rows(output))
+                greedy = [recorder.lasting(one) for one in ops.greedy_tokens(output)]
             self._greedy_end = recorder.num_instructions
+        # numpy copies a few elements in half the time that torch takes.
+        self._greedy = [one.numpy() for one in greedy]
         self._program: Program = recorder.program(kernels.run_program)
         self.num_bytes = recorder.num_bytes
         """Of memory for activations, at most."""
@@ -142,7 +144,8 @@ class StepProgram:
         if self._logits is None or inputs.num_sampled == 0:
             return StepOutput()
         rows = slice(inputs.num_sampled)
-        greedy_ids = None
-        if is_greedy and self._greedy_ids is not None:
-            greedy_ids = self._greedy_ids[rows].clone()
-        return StepOutput(logits=self._logits[rows], greedy_ids=greedy_ids)
+        greedy = None
+        if is_greedy:
+            token_ids, answers = (torch.from_numpy(one[rows].copy()) for one in self._greedy)
+            greedy = token_ids, answers
+        return StepOutput(logits=self._logits[rows], greedy=greedy)

@@ -79,17 +79,11 @@ def of_tokens(rows: Tensor, token_ids: Tensor) -> Tensor:
     return rows.gather(1, token_ids[:, None])[:, 0]
 
 
-def greedy_answers(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The tokens with the largest logits, or NO_TOKEN for rows with a NaN."""
-    return torch.where(of_tokens(logits, token_ids).isnan(), NO_TOKEN, token_ids)
-
-
 def _choose_in_torch(scores: Tensor, rules: RowRules) -> tuple[Tensor, Tensor]:
     if rules.is_random.all():
         token_ids, answers = torch.empty(2, len(scores), dtype=torch.int64)
     else:
-        token_ids = ops.argmax_rows(scores)
-        answers = greedy_answers(scores, token_ids)
+        token_ids, answers = ops.greedy_tokens(scores)
     # Filters sort the scores, so rows without one are treated apart.
     for has_filter in (False, True):
         rows = np.flatnonzero(rules.is_random & (rules.has_filter == has_filter))

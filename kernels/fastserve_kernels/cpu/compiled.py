@@ -52,7 +52,7 @@ _OPERATIONS_BY_ROW = {
     "fs_rms_norm_heads": "q2P5q2d",
     "fs_rotate": "q2P5q",
     "fs_choose": "q3P5q",
-    "fs_argmax_rows": "q2P3q",
+    "fs_greedy_tokens": "q3P3q",
 }
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -120,7 +120,7 @@ class CompiledKernels:
         self._choose = operation("fs_choose")
         self._sort_choices = operation("fs_sort_choices")
         self._sum_choices = operation("fs_sum_choices")
-        self._argmax_rows = operation("fs_argmax_rows")
+        self._greedy_tokens = operation("fs_greedy_tokens")
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
         self._pack_int8_weight = functions.fs_pack_int8_weight
@@ -381,15 +381,15 @@ class CompiledKernels:
         )  # fmt: skip
         return out
 
-    def argmax_rows(self, logits: Tensor) -> Tensor:
-        """See `ops.argmax_rows`."""
+    def greedy_tokens(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ops.greedy_tokens`."""
         rows, size = logits.shape
-        out = empty((rows,), torch.int64)
-        self._argmax_rows(
-            _DTYPE_CODES[logits.dtype], logits.data_ptr(), out.data_ptr(), rows, size,
-            logits.stride(0),
+        token_ids, answers = empty((rows,), torch.int64), empty((rows,), torch.int64)
+        self._greedy_tokens(
+            _DTYPE_CODES[logits.dtype], logits.data_ptr(), token_ids.data_ptr(),
+            answers.data_ptr(), rows, size, logits.stride(0),
         )  # fmt: skip
-        return out
+        return token_ids, answers
 
     def packed_size(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
         """Elements of a packed weight for x of `dtype`."""

@@ -219,9 +219,11 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return activate_mul(x, "gelu_tanh")
 
 
-def argmax_rows(logits: Tensor) -> Tensor:
-    """See `ops.argmax_rows`."""
-    return logits.argmax(dim=-1)
+def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ops.greedy_tokens`."""
+    token_ids = logits.argmax(dim=-1)
+    largest = logits.gather(1, token_ids[:, None])[:, 0]
+    return token_ids, torch.where(largest.isnan(), -1, token_ids)
 
 
 def _attend(

@@ -242,9 +242,15 @@ static int64_t argmax(const T* row, int64_t size) {
 }
 
 template <typename T>
-static void argmax_rows(const Team* team, const T* x, int64_t* out, int64_t rows, int64_t size,
-                        int64_t stride) {
-    for_rows(team, rows, size, [=](int64_t r) { out[r] = argmax(x + r * stride, size); });
+static void greedy_tokens(const Team* team, const T* x, int64_t* tokens, int64_t* answers, int64_t rows,
+                          int64_t size, int64_t stride) {
+    for_rows(team, rows, size, [=](int64_t r) {
+        const T* const row = x + r * stride;
+        const int64_t token = argmax(row, size);
+        const float largest = to_float(row[token]);
+        tokens[r] = token;
+        answers[r] = largest == largest ? token : -1;
+    });
 }
 
 // Sizes and strides in bytes where named so: the copy does not depend on the element type.
@@ -376,10 +382,10 @@ static void choose_any(const Team* team, int64_t dtype, const void* scores, floa
     });
 }
 
-static void argmax_rows_any(const Team* team, int64_t dtype, const void* x, int64_t* out,
-                            int64_t rows, int64_t size, int64_t stride) {
+static void greedy_tokens_any(const Team* team, int64_t dtype, const void* x, int64_t* tokens,
+                              int64_t* answers, int64_t rows, int64_t size, int64_t stride) {
     with_type(dtype, [&](auto type) {
-        argmax_rows(team, (const decltype(type)*)x, out, rows, size, stride);
+        greedy_tokens(team, (const decltype(type)*)x, tokens, answers, rows, size, stride);
     });
 }
 
@@ -419,5 +425,5 @@ OPERATION(fs_activate_mul, activate_mul_any)
 OPERATION(fs_clamped_swiglu, clamped_swiglu_any)
 OPERATION(fs_choose, choose_any)
 OPERATION(fs_sum_choices, sum_choices_any)
-OPERATION(fs_argmax_rows, argmax_rows_any)
+OPERATION(fs_greedy_tokens, greedy_tokens_any)
 OPERATION(fs_sort_choices, sort_choices_any)

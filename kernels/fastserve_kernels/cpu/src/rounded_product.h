@@ -9,14 +9,14 @@
 
 namespace fastserve {
 
-// Rows of a tile. The codes of a group of a panel, which stay in registers for all rows, take 16 of 32
-// registers, and the sums of a tile 6. Of 16 registers the sums take 4.
+// Rows of a tile. The codes of 32 neighbours, which stay in registers for all rows, take 16 of 32 registers,
+// and the sums of a tile 6. Of 16 registers the sums take 4.
 #if defined(__AVX512F__)
 constexpr int ROUNDED_ROWS = 3;
 #else
 constexpr int ROUNDED_ROWS = 2;
 #endif
-// Rows that are multiplied with a group of a panel before its next one. Their sums take 6 KiB.
+// Rows that are multiplied with a part of a panel before its next one. Their sums take 6 KiB.
 constexpr int64_t ROUNDED_ROWS_AT_A_TIME = 16 * ROUNDED_ROWS;
 // Where the next panel is fetched to. The first level holds the rows and this panel.
 constexpr int SECOND_LEVEL = 2;
@@ -83,7 +83,7 @@ class RoundingPanels {
     bool multiplies(int64_t, int64_t) const { return true; }
     // sums [rows] with a panel, of tiles that are tile_size apart, each full but the last one.
     void multiply(int64_t panel, const X* tiles, int64_t tile_size, int64_t rows, float* sums,
-                  Ahead ahead) const {
+                  Ahead ahead) {
         const auto& [piece, first_panel, first_column] = pieces_->with_panel(panel);
         piece.with_codes([&, &piece = piece, local = panel - first_panel](auto codes_constant) {
             constexpr int64_t CODES = decltype(codes_constant)::value;
@@ -105,79 +105,97 @@ class RoundingPanels {
     Columns columns(int64_t panel, int64_t) const { return pieces_->columns(panel); }
 
    private:
-    // A group of a panel, as long as the groups of the rows.
-    struct Group {
-        vu codes[BLOCKS * 8];  // as bytes
+    // Neighbours in a part of a group: so many that its codes stay in registers for all rows.
+    static constexpr int PART = FEW_BLOCKS * (int)BLOCK;
+
+    // A part of a group of a panel, which is as long as the groups of the rows.
+    struct Part {
+        vu codes[FEW_BLOCKS * 8];  // as bytes
         int32_t center;
         Pair scale, offset;
     };
 
-    // Adds the products of M rows with a group. Meanwhile the processor begins the next rows.
-    template <int M, bool HAS_OFFSET>
-    __attribute__((always_inline)) static inline void add(const Group& group, const X* x, float* sums) {
+    // Adds the products of M rows with a part of a group. All of a group are summed before they are scaled:
+    // `unscaled` [M][2] keeps the sums from part to part.
+    template <int M, int part, bool HAS_OFFSET>
+    __attribute__((always_inline)) static inline void add(const Part& of, const X* x, vi* unscaled,
+                                                          float* sums) {
         vi products[M][2];
         for (int m = 0; m < M; ++m)
-            products[m][0] = products[m][1] = -group.center * x[m].sum - vi{};
-#pragma GCC unroll 16
-        for (int i = 0; i < BLOCKS * 4; ++i)
+            for (int v = 0; v < 2; ++v)
+                products[m][v] = part ? unscaled[m * 2 + v] : -of.center * x[m].sum - vi{};
+#pragma GCC unroll 8
+        for (int i = 0; i < PART / 4; ++i)
             for (int m = 0; m < M; ++m) {
                 int32_t four;
-                std::memcpy(&four, x[m].codes + i * 4, 4);
+                std::memcpy(&four, x[m].codes + part * PART + i * 4, 4);
                 const vi row = four - vi{};
-                products[m][0] = add_products(products[m][0], group.codes[2 * i], row);
-                products[m][1] = add_products(products[m][1], group.codes[2 * i + 1], row);
+                products[m][0] = add_products(products[m][0], of.codes[2 * i], row);
+                products[m][1] = add_products(products[m][1], of.codes[2 * i + 1], row);
             }
+        if constexpr ((part + 1) * PART < X::SIZE) {
+            for (int m = 0; m < M; ++m)
+                for (int v = 0; v < 2; ++v) unscaled[m * 2 + v] = products[m][v];
+            return;
+        }
         for (int m = 0; m < M; ++m) {
             Pair sum = load_pair(sums + m * PAIR);
-            sum.a += __builtin_convertvector(products[m][0], vf) * (group.scale.a * x[m].scale);
-            sum.b += __builtin_convertvector(products[m][1], vf) * (group.scale.b * x[m].scale);
+            sum.a += __builtin_convertvector(products[m][0], vf) * (of.scale.a * x[m].scale);
+            sum.b += __builtin_convertvector(products[m][1], vf) * (of.scale.b * x[m].scale);
             if (HAS_OFFSET) {
-                sum.a += group.offset.a * x[m].scaled;
-                sum.b += group.offset.b * x[m].scaled;
+                sum.a += of.offset.a * x[m].scaled;
+                sum.b += of.offset.b * x[m].scaled;
             }
             store_pair(sums + m * PAIR, sum);
         }
     }
 
     template <int64_t CODES, bool HAS_OFFSET>
-    static void run(const Piece<bf16>& piece, int64_t panel, const X* tiles, int64_t tile_size,
-                    int64_t rows, float* sums, Ahead ahead) {
+    void run(const Piece<bf16>& piece, int64_t panel, const X* tiles, int64_t tile_size, int64_t rows,
+             float* sums, Ahead ahead) {
         constexpr int M = ROUNDED_ROWS;
         std::fill_n(sums, rows * PAIR, 0.f);
-        const int32_t center = (int32_t)piece.center();
+        Part current;
+        current.center = (int32_t)piece.center();
+        const auto add_part = [&](const uint8_t* codes, int64_t first, int64_t last,
+                                  auto part) __attribute__((always_inline)) {
+            const int64_t begin = first + part * FEW_BLOCKS;
+#pragma GCC unroll 4
+            for (int i = 0; i < FEW_BLOCKS; ++i) {
+                for (int64_t line = 0; line < ahead.stride; line += 64)
+                    __builtin_prefetch(ahead.first + (begin + i) * ahead.stride + line, 0, SECOND_LEVEL);
+                // Past the end of a row there may be any codes: the rounded row is 0 there.
+                const uint8_t* const block =
+                    codes + (begin + i < last ? begin + i - first : 0) * BYTES_OF_BLOCK<CODES>;
+#pragma GCC unroll 8
+                for (int n = 0; n < 8; ++n)
+                    current.codes[i * 8 + n] = codes_of_quarter<CODES>(block, n / 2, n % 2);
+            }
+            const X* x = tiles + first / BLOCKS * M;
+            vi* unscaled = unscaled_;
+            float* to = sums;
+            int64_t left = rows;
+            for (; left >= M; left -= M, x += tile_size, unscaled += M * 2, to += M * PAIR)
+                add<M, part, HAS_OFFSET>(current, x, unscaled, to);
+            if (left == 2) add<std::min(2, M), part, HAS_OFFSET>(current, x, unscaled, to);
+            else if (left == 1) add<1, part, HAS_OFFSET>(current, x, unscaled, to);
+        };
         piece.template for_blocks<CODES>(
             panel, 0, piece.blocks(),
             [&](const uint8_t* codes, Pair scale, Pair offset, int64_t first,
                 int64_t last) __attribute__((always_inline)) {
-                Group group;
-                group.center = center;
-                group.scale = scale;
-                group.offset = offset;
+                current.scale = scale;
+                current.offset = offset;
                 for (; first < last; first += BLOCKS, codes += BLOCKS * BYTES_OF_BLOCK<CODES>) {
-#pragma GCC unroll 4
-                    for (int i = 0; i < BLOCKS; ++i) {
-                        for (int64_t line = 0; line < ahead.stride; line += 64)
-                            __builtin_prefetch(ahead.first + (first + i) * ahead.stride + line, 0,
-                                               SECOND_LEVEL);
-                        // Past the end of a row there may be any codes: the rounded row is 0 there.
-                        const uint8_t* const block =
-                            codes + (first + i < last ? i : 0) * BYTES_OF_BLOCK<CODES>;
-#pragma GCC unroll 8
-                        for (int n = 0; n < 8; ++n)
-                            group.codes[i * 8 + n] = codes_of_quarter<CODES>(block, n / 2, n % 2);
-                    }
-                    const X* x = tiles + first / BLOCKS * M;
-                    float* to = sums;
-                    int64_t left = rows;
-                    for (; left >= M; left -= M, x += tile_size, to += M * PAIR)
-                        add<M, HAS_OFFSET>(group, x, to);
-                    if (left == 2) add<std::min(2, M), HAS_OFFSET>(group, x, to);
-                    else if (left == 1) add<1, HAS_OFFSET>(group, x, to);
+                    add_part(codes, first, last, std::integral_constant<int, 0>());
+                    if constexpr (BLOCKS > FEW_BLOCKS)
+                        add_part(codes, first, last, std::integral_constant<int, 1>());
                 }
             });
     }
 
     const Pieces<bf16>* pieces_ = nullptr;
+    vi unscaled_[BLOCKS > FEW_BLOCKS ? ROWS_AT_A_TIME * 2 : 1];
 };
 
 }  // namespace fastserve

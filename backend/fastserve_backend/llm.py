@@ -200,8 +200,7 @@ class LLM:
 
         def receive(index: int, output: JobOutput) -> None:
             outputs[index].append(output)
-            # Not at every token: the engine's loop would wait while this thread wakes up.
-            if output.finish_reason is not None:
+            if output.finish_reason is not None:  # only an end wakes the caller
                 ended.put(index)
 
         def submit_waiting() -> None:

@@ -28,8 +28,8 @@ from serving_client import GrpcStream, ended_jobs, used_blocks, wait_until_idle
 from waiting import wait_for
 
 DEADLINE_S = 60.0
-# Notes in `window.shown` what every picture shows. The callback runs before the next picture.
 MOST_BURSTS = 6
+# Notes in `window.shown` what every picture shows. The callback runs before the next picture.
 RECORDER = """
     window.shown = { lanes: {}, usedBlocks: 0, swapOut: [] };
     const find = (id) => document.getElementById(id);

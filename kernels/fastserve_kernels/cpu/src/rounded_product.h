@@ -16,8 +16,6 @@ constexpr int ROUNDED_ROWS = 3;
 #else
 constexpr int ROUNDED_ROWS = 2;
 #endif
-// Rows that are multiplied with a part of a panel before its next one. Their sums take 6 KiB.
-constexpr int64_t ROUNDED_ROWS_AT_A_TIME = 16 * ROUNDED_ROWS;
 // Where the next panel is fetched to. The first level holds the rows and this panel.
 constexpr int SECOND_LEVEL = 2;
 
@@ -73,7 +71,8 @@ template <int BLOCKS>
 class RoundingPanels {
    public:
     using X = RoundedGroup<BLOCKS>;
-    static constexpr int64_t ROWS_AT_A_TIME = ROUNDED_ROWS_AT_A_TIME;
+    // Rows that are multiplied with a part of a panel before its next one. Their sums take 6 KiB at most.
+    static constexpr int64_t ROWS_AT_A_TIME = 16 * ROUNDED_ROWS;
     static constexpr bool HAS_STEPS = false;
 
     explicit RoundingPanels(int64_t) {}
@@ -177,7 +176,7 @@ class RoundingPanels {
             int64_t left = rows;
             for (; left >= M; left -= M, x += tile_size, unscaled += M * 2, to += M * PAIR)
                 add<M, part, HAS_OFFSET>(current, x, unscaled, to);
-            if (left == 2) add<std::min(2, M), part, HAS_OFFSET>(current, x, unscaled, to);
+            if (left == 2) add<2, part, HAS_OFFSET>(current, x, unscaled, to);
             else if (left == 1) add<1, part, HAS_OFFSET>(current, x, unscaled, to);
         };
         piece.template for_blocks<CODES>(

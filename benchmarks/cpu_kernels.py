@@ -1,5 +1,5 @@
-"""Speed of the CPU kernels beside torch's own, in OPT-125M's shapes, and of weights in 4 bits
-beside others.
+"""Speed of the CPU kernels beside torch's own, in OPT-125M's shapes, of weights in 4 bits beside
+others, and of decodes' attention in other shapes and with KV in INT8.
 
     python -m benchmarks.cpu_kernels                   # bfloat16 and float32, a minute or two each
     python -m benchmarks.cpu_kernels --dtype float32
@@ -35,7 +35,13 @@ QUANTIZED = {
     "OPT-1.3B": (((2048, 6144), (2048, 2048), (2048, 8192), (8192, 2048)), 4),
 }
 QUANTIZED_ROWS = (1, 4, 16, 64)
-DECODES = ((1, 512), (16, 96), (16, 512), (64, 1024))
+# Heads, KV heads, size of a head, and how many layers exceed the caches.
+DECODED = {
+    "OPT-125M": (HEADS, HEADS, HEAD_DIM, LAYERS),
+    "SmolLM2-135M": (9, 3, 64, 30),
+    "Llama 3 8B": (32, 8, 128, 4),
+}
+DECODES = ((1, 512), (16, 96), (16, 512), (16, 2048), (64, 512))
 PREFILLS = ((32, 64, 64), (1, 512, 512), (1, 2048, 2048), (1, 512, 2048))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MOST_GATHERED_TOKENS = 16 * 512  # of a batch: gathering more takes minutes
@@ -127,28 +133,43 @@ def quantized_linears(model: str, repeats: int) -> None:
     report(f"Linears of {count} layers of {model}, ms", rows, "4 bits, GB/s")
 
 
-def decode_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
-    """All layers of a decode step, over scattered blocks."""
+def decode_attention(model: str, name: str, dtype: torch.dtype, repeats: int) -> None:
+    """Some layers of a decode step, over scattered blocks."""
+    heads, kv_heads, size, layers = DECODED[model]
     rows = []
     for batch, context in DECODES:
         num_blocks = batch * -(-context // BLOCK_SIZE)
-        kv = torch.randn(num_blocks, LAYERS, 2, HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype)
+        kv = torch.randn(num_blocks, layers, 2, kv_heads, BLOCK_SIZE, size).to(dtype)
         tables = torch.randperm(num_blocks).to(torch.int32).view(batch, -1)
-        query = torch.randn(batch, HEADS, HEAD_DIM).to(dtype)
-        calls: dict[str, Call] = {"ours": partial(paged, query, kv, tables, context)}
+        query = torch.randn(batch, heads, size).to(dtype)
+        calls: dict[str, Call] = {
+            "ours": partial(paged, query, kv, tables, context),
+            "ours, KV in INT8": partial(paged, query, in_int8(kv), tables, context),
+        }
         if batch * context <= MOST_GATHERED_TOKENS:
             calls["gather + SDPA"] = partial(gathered, query, kv, tables, context)
         seconds = median_s(calls, repeats)
         num_bytes = kv.numel() * kv.element_size() * context / (tables.shape[1] * BLOCK_SIZE)
         rows.append((f"{batch} × {context}", seconds, f"{num_bytes / seconds['ours'] / 1e9:.0f}"))
-    report(f"Attention of a decode step, batch × context, {name}, ms", rows, "ours, GB/s")
+    title = f"Attention of a decode step, {layers} layers of {model}, batch × context, {name}, ms"
+    report(title, rows, "ours, GB/s")
+
+
+def in_int8(kv: Tensor) -> Tensor:
+    """A cache of the same shape with any codes, and scales of one hundredth, as
+    `int8_cache.py` lays them out."""
+    scales = torch.full((*kv.shape[:-2], BLOCK_SIZE), 0.01).view(torch.int8)
+    codes = torch.randint(-127, 128, kv.shape, dtype=torch.int8).flatten(-2)
+    heads = torch.cat((codes, scales), dim=-1)
+    return heads.view(*kv.shape[:-1], -1)
 
 
 def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
     lengths = torch.full((len(query),), context, dtype=torch.int32)
     flat, firsts = flattened(tables)
-    for layer in range(LAYERS):
-        ops.paged_decode(query, kv, layer, flat, firsts, lengths, ops.AttentionRule(HEAD_DIM**-0.5))
+    rule = ops.AttentionRule(query.shape[-1] ** -0.5)
+    for layer in range(kv.shape[1]):
+        ops.paged_decode(query, kv, layer, flat, firsts, lengths, rule)
 
 
 def flattened(tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,10 +180,10 @@ def flattened(tables: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gathered(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
-    for layer in range(LAYERS):
+    for layer in range(kv.shape[1]):
         blocks = kv[tables.flatten().long(), layer].unflatten(0, tables.shape)
         keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context]
-        F.scaled_dot_product_attention(query[:, :, None], keys, values)
+        F.scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)
 
 
 def prefill_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
@@ -219,7 +240,8 @@ def main() -> None:
     with torch.inference_mode():
         for name in [arguments.dtype] if arguments.dtype else DTYPES:
             linears(name, DTYPES[name], arguments.repeats)
-            decode_attention(name, DTYPES[name], arguments.repeats)
+            for model in DECODED:
+                decode_attention(model, name, DTYPES[name], arguments.repeats)
             prefill_attention(name, DTYPES[name], arguments.repeats)
         for model in QUANTIZED if arguments.dtype != "float32" else ():
             quantized_linears(model, arguments.repeats)

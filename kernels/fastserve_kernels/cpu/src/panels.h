@@ -55,10 +55,15 @@ struct Dot<bf16> {
     static void pack_pair(X* target, Pair x) { store_pair((bf16*)target, x); }
     // Even columns in the first vector, odd ones in the second, as in a Pair of bf16.
     static int place(int column) { return (column % 2 * W + column / 2) * 2; }
+    // Even columns in the first vector, odd ones in the second.
+    static inline Weights of_rows(vu first, vu second) {
+        return {(__m512bh)((first & 0xffffu) | (second << 16)),
+                (__m512bh)((first >> 16) | (second & 0xffff0000u))};
+    }
     static void pack_step(bf16* step, const bf16* const* rows) {
-        const vu first = *(const vu_mem*)rows[0], second = *(const vu_mem*)rows[1];
-        *(vu_mem*)step = (first & 0xffffu) | (second << 16);
-        *(vu_mem*)(step + PAIR) = (first >> 16) | (second & 0xffff0000u);
+        const Weights w = of_rows(*(const vu_mem*)rows[0], *(const vu_mem*)rows[1]);
+        *(vu_mem*)step = (vu)w.a;
+        *(vu_mem*)(step + PAIR) = (vu)w.b;
     }
     static inline Weights load(const bf16* panel) {
         return {(__m512bh)_mm512_loadu_si512(panel), (__m512bh)_mm512_loadu_si512(panel + PAIR)};

@@ -1,0 +1,118 @@
+// Products of a query with rows of keys, and of weights with rows of values, as the cache has them.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#include "panels.h"
+#include "vec.h"
+
+namespace fastserve {
+
+// Sums of neighbours of x and y; `step` lanes count as one element. Step 1 stays within 128-bit
+// lanes (one cheap shuffle), step 4 moves whole ones.
+template <int STEP>
+static inline vf add_neighbours(vf x, vf y) {
+    vi even, odd;
+    for (int i = 0; i < W; ++i) {
+        if (STEP == 1) {
+            even[i] = i / 4 * 4 + i % 2 * 2 + (i % 4 / 2) * W;
+        } else {
+            const int lane = i / 4 * 2;  // counted over x and y together
+            even[i] = lane * 4 + i % 4;
+        }
+        odd[i] = even[i] + STEP;
+    }
+    return __builtin_shuffle(x, y, even) + __builtin_shuffle(x, y, odd);
+}
+
+// Lane i of the result is the sum over the lanes of vector i, if COUNT is W. make(x, first) makes four of
+// them, from `first` on, as late as possible, so that all vectors stay in registers.
+template <int COUNT = W, typename F>
+__attribute__((always_inline)) static inline vf transpose_sum(const F& make, int first = 0) {
+    if constexpr (COUNT > 4) {
+        const vf sums = transpose_sum<COUNT / 2>(make, first);
+        return add_neighbours<4>(sums, transpose_sum<COUNT / 2>(make, first + COUNT / 2));
+    } else {
+        vf x[4] = {};
+        make(x, first);
+        return add_neighbours<1>(add_neighbours<1>(x[0], x[1]), add_neighbours<1>(x[2], x[3]));
+    }
+}
+
+// A query's part of a score: PAIR elements of T times those of a key, which the cache has as S.
+template <typename T, typename S>
+struct QueryPart {
+    static constexpr int FLOATS = PAIR;  // that it takes
+
+    static void keep(float* part, const T* source, int n) {
+        const Pair x = load_pair_n(source, n);
+        if constexpr (std::is_same_v<T, S>) store_pair(part, x);
+        else store_in_order<T>(part, x);
+    }
+    static inline Pair load(const float* part) { return load_pair(part); }
+    static inline void add_product(vf& sum, const Pair& q, const S* key, int n) {
+        const Pair k = load_pair_n(key, n);
+        sum += q.a * k.a;
+        sum += q.b * k.b;
+    }
+};
+
+#if defined(__AVX512BF16__)
+// By dot products of bfloat16 pairs, without widening.
+template <>
+struct QueryPart<bf16, bf16> {
+    static constexpr int FLOATS = W;
+
+    static void keep(float* part, const bf16* source, int n) { *(vu_mem*)part = read(source, n); }
+    static inline vu load(const float* part) { return *(const vu_mem*)part; }
+    static inline void add_product(vf& sum, vu q, const bf16* key, int n) {
+        sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)read(key, n));
+    }
+    static inline vu read(const bf16* p, int n) {
+        if (n == PAIR) return *(const vu_mem*)p;
+        return (vu)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+    }
+};
+#endif
+
+// How rows of values in S are added, DEPTH at a time, times weights.
+template <typename S>
+struct ValueRows {
+    static constexpr int DEPTH = 1;
+    using X = float;  // the weights of DEPTH rows
+
+    static void pack(float*, int) {}
+    static inline Pair load(const S* const* rows, int64_t offset, int n) {
+        return load_pair_n(rows[0] + offset, n);
+    }
+    static inline void add(Pair& sum, const Pair& values, X weight) {
+        sum.a += weight * values.a;
+        sum.b += weight * values.b;
+    }
+};
+
+#if defined(__AVX512BF16__)
+// By dot products too, with weights in bfloat16, as in prompts.
+template <>
+struct ValueRows<bf16> : Dot<bf16> {
+    // In place. Beyond `count` they are 0.
+    static void pack(float* weights, int count) {
+        for (int i = 0; i < count; i += PAIR) {
+            const Pair x = load_pair(weights + i);
+            _mm512_storeu_si512(weights + i / DEPTH,
+                                (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
+        }
+    }
+    static inline Weights load(const bf16* const* rows, int64_t offset, int n) {
+        using Part = QueryPart<bf16, bf16>;
+        return of_rows(Part::read(rows[0] + offset, n), Part::read(rows[1] + offset, n));
+    }
+};
+#endif
+
+}  // namespace fastserve

@@ -44,28 +44,42 @@ __attribute__((always_inline)) static inline vf transpose_sum(const F& make, int
     }
 }
 
-// A query's part of a score: PAIR elements of T times those of a key, which the cache has as S.
-template <typename T, typename S>
+// A query's part of a score: PAIR elements, times those of a key.
+template <typename T>
 struct QueryPart {
     static constexpr int FLOATS = PAIR;  // that it takes
 
     static void keep(float* part, const T* source, int n) {
-        const Pair x = load_pair_n(source, n);
-        if constexpr (std::is_same_v<T, S>) store_pair(part, x);
-        else store_in_order<T>(part, x);
+        store_pair(part, load_pair_n(source, n));
     }
     static inline Pair load(const float* part) { return load_pair(part); }
-    static inline void add_product(vf& sum, const Pair& q, const S* key, int n) {
+    static inline void add_product(vf& sum, const Pair& q, const T* key, int n) {
         const Pair k = load_pair_n(key, n);
         sum += q.a * k.a;
         sum += q.b * k.b;
     }
 };
 
+// How rows of values are added, DEPTH at a time, times weights.
+template <typename T>
+struct ValueRows {
+    static constexpr int DEPTH = 1;
+    using X = float;  // the weights of DEPTH rows
+
+    static void pack(float*, int) {}
+    static inline Pair load(const T* const* rows, int64_t offset, int n) {
+        return load_pair_n(rows[0] + offset, n);
+    }
+    static inline void add(Pair& sum, const Pair& values, X weight) {
+        sum.a += weight * values.a;
+        sum.b += weight * values.b;
+    }
+};
+
 #if defined(__AVX512BF16__)
 // By dot products of bfloat16 pairs, without widening.
 template <>
-struct QueryPart<bf16, bf16> {
+struct QueryPart<bf16> {
     static constexpr int FLOATS = W;
 
     static void keep(float* part, const bf16* source, int n) { *(vu_mem*)part = read(source, n); }
@@ -78,38 +92,17 @@ struct QueryPart<bf16, bf16> {
         return (vu)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
     }
 };
-#endif
 
-// How rows of values in S are added, DEPTH at a time, times weights.
-template <typename S>
-struct ValueRows {
-    static constexpr int DEPTH = 1;
-    using X = float;  // the weights of DEPTH rows
-
-    static void pack(float*, int) {}
-    static inline Pair load(const S* const* rows, int64_t offset, int n) {
-        return load_pair_n(rows[0] + offset, n);
-    }
-    static inline void add(Pair& sum, const Pair& values, X weight) {
-        sum.a += weight * values.a;
-        sum.b += weight * values.b;
-    }
-};
-
-#if defined(__AVX512BF16__)
-// By dot products too, with weights in bfloat16, as in prompts.
+// With weights in bfloat16, as in prompts.
 template <>
 struct ValueRows<bf16> : Dot<bf16> {
     // In place. Beyond `count` they are 0.
     static void pack(float* weights, int count) {
-        for (int i = 0; i < count; i += PAIR) {
-            const Pair x = load_pair(weights + i);
-            _mm512_storeu_si512(weights + i / DEPTH,
-                                (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
-        }
+        for (int i = 0; i < count; i += PAIR)
+            store_ordered((bf16*)weights + i, load_pair(weights + i));
     }
     static inline Weights load(const bf16* const* rows, int64_t offset, int n) {
-        using Part = QueryPart<bf16, bf16>;
+        using Part = QueryPart<bf16>;
         return of_rows(Part::read(rows[0] + offset, n), Part::read(rows[1] + offset, n));
     }
 };

@@ -39,10 +39,12 @@ static inline void quantize_token(const T* token, int64_t dim, int8_t* codes, fl
 template <typename T>
 static inline void widen_token(const int8_t* codes, float scale, int64_t dim, T* token) {
     for_pairs(dim, [&](int64_t at, int n) {
-        float values[PAIR];
         const Pair x = load_pair_n(codes + at, n);
-        store_pair(values, Pair{x.a * scale, x.b * scale});
-        store_pair_n(token + at, spread_like(token, values, n), n);
+        const Pair values{x.a * scale, x.b * scale};
+        if (n == PAIR) return store_ordered(token + at, values);
+        T rest[PAIR];
+        store_ordered(rest, values);
+        std::copy_n(rest, n, token + at);
     });
 }
 

@@ -2,7 +2,6 @@
 // in chunks, an online softmax per query, reading every K and V row in place. A query's result depends
 // on its own context only, never on what else is in the batch.
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "decode_products.h"
@@ -10,6 +9,7 @@
 #include "online_softmax.h"
 #include "paged_rows.h"
 #include "products.h"
+#include "row_reader.h"
 #include "team.h"
 #include "vec.h"
 
@@ -33,15 +33,15 @@ constexpr int SUMS = 16, QUERIES = 4;
 constexpr int SUMS = 8, QUERIES = 2;
 #endif
 
-// Adds to N Pairs of the outputs of Q queries of one head, from `pair` on, the rows' values, `offset` behind
-// their starts. IS_TAIL: of the last Pair, which has `width` elements. Not inlined, nor are the dot products:
-// their loops need all registers.
-template <typename S, int Q, int N, bool IS_TAIL = false>
-__attribute__((noinline)) static void accumulate(CacheQuery* queries, int pair, const S* const* rows,
-                                                 int64_t offset, int count, int width = PAIR) {
-    using Values = ValueRows<S>;
+// Adds `count` rows of values to N Pairs of the outputs of Q queries of one head, from `pair` on. IS_TAIL: to
+// the last Pair, which has `width` elements. Not inlined, nor are the dot products: their loops need all
+// registers.
+template <typename T, int Q, int N, bool IS_TAIL = false>
+__attribute__((noinline)) static void accumulate(CacheQuery* queries, int pair, HeadRows<T> rows,
+                                                 int count, int width = PAIR) {
+    using Values = ValueRows<T>;
     using X = typename Values::X;
-    offset += pair * PAIR;
+    const int64_t offset = rows.offset + pair * PAIR;
     if (!IS_TAIL) width = PAIR;  // a constant for the compiler
     const X* weights[Q];
     Pair x[Q][N];
@@ -54,7 +54,7 @@ __attribute__((noinline)) static void accumulate(CacheQuery* queries, int pair, 
     }
     for (int i = 0; i < count; i += Values::DEPTH)
         for (int c = 0; c < N; ++c) {
-            const auto values = Values::load(rows + i, offset + c * PAIR, width);
+            const auto values = Values::load(rows.at + i, offset + c * PAIR, width);
             for (int q = 0; q < Q; ++q)
                 Values::add(x[q][c], values, weights[q][i / Values::DEPTH]);
         }
@@ -65,7 +65,7 @@ __attribute__((noinline)) static void accumulate(CacheQuery* queries, int pair, 
 // Queries of T over a cache of S. D > 0: head size known at compile time; D == 0: taken from `dim`.
 template <typename T, typename S, int D>
 struct Attend {
-    using Part = QueryPart<T, S>;
+    using Part = QueryPart<T>;
     using Places = Rows<S, CHUNK>;
     // Elements of a head of keys, or of values: a multiple of Pairs, and the rest.
     struct Size {
@@ -84,13 +84,12 @@ struct Attend {
     const PagedCache<S> cache;
 
     // Of a query with W keys.
-    __attribute__((always_inline)) inline vf dots(const float* q, const S* const* rows,
-                                                  int64_t head_offset) const {
+    __attribute__((always_inline)) inline vf dots(const float* q, HeadRows<T> rows) const {
         return transpose_sum([&](vf* sums, int first) __attribute__((always_inline)) {
             const auto add = [&](int c, int n) __attribute__((always_inline)) {
                 const auto part = Part::load(q + c * Part::FLOATS);
                 for (int i = 0; i < 4; ++i)
-                    Part::add_product(sums[i], part, rows[first + i] + head_offset + c * PAIR, n);
+                    Part::add_product(sums[i], part, rows.at[first + i] + rows.offset + c * PAIR, n);
             };
             for (int c = 0; c < of_key.full(); ++c) add(c, PAIR);
             if (of_key.tail()) add(of_key.full(), of_key.tail());
@@ -98,21 +97,19 @@ struct Attend {
     }
 
     // Of the queries of one head.
-    __attribute__((noinline)) void score(CacheQuery* queries, const Places& k, int count,
-                                         int64_t head_offset, KvPrefetch<S, CHUNK>& ahead) const {
+    __attribute__((noinline)) void score(CacheQuery* queries, HeadRows<T> keys, int count,
+                                         KvPrefetch<S, CHUNK>& ahead) const {
         const int64_t lines = (cache.lines(W) + group - 1) / group;
         for (int i = 0; i < count; i += W)
             for (int g = 0; g < group; ++g) {
                 ahead.fetch(lines);
-                *(vf_mem*)(queries[g].weights + i) = dots(queries[g].q, k.at + i, head_offset);
+                *(vf_mem*)(queries[g].weights + i) = dots(queries[g].q, {keys.at + i, keys.offset});
             }
-        scale_weights(queries, k, count, head_offset);
     }
 
     // Of the queries of one head.
-    void add_values(CacheQuery* queries, const Places& v, int count, int64_t head_offset) const {
-        scale_weights(queries, v, count, head_offset);
-        for (int g = 0; g < group; ++g) ValueRows<S>::pack(queries[g].weights, count);
+    void add_values(CacheQuery* queries, HeadRows<T> values, int count) const {
+        for (int g = 0; g < group; ++g) ValueRows<T>::pack(queries[g].weights, count);
         const int full = of_value.full(), tail = of_value.tail();
         for (int g = 0; g < group; g += QUERIES)
             with_rows<QUERIES>(std::min(QUERIES, group - g), [&](auto constant) {
@@ -120,29 +117,21 @@ struct Attend {
                 CacheQuery* const some = queries + g;
                 int pair = 0;
                 for (; pair + MOST <= full; pair += MOST)
-                    accumulate<S, Q, MOST>(some, pair, v.at, head_offset, count);
+                    accumulate<T, Q, MOST>(some, pair, values, count);
                 if (pair + 2 <= full) {
-                    accumulate<S, Q, 2>(some, pair, v.at, head_offset, count);
+                    accumulate<T, Q, 2>(some, pair, values, count);
                     pair += 2;
                 }
-                if (pair < full) accumulate<S, Q, 1>(some, pair++, v.at, head_offset, count);
-                if (tail) accumulate<S, Q, 1, true>(some, pair, v.at, head_offset, count, tail);
+                if (pair < full) accumulate<T, Q, 1>(some, pair++, values, count);
+                if (tail) accumulate<T, Q, 1, true>(some, pair, values, count, tail);
             });
-    }
-
-    // Of the queries of one head. Codes stand for themselves times their row's scale.
-    void scale_weights(CacheQuery* queries, const Places& rows, int count, int64_t head_offset) const {
-        if constexpr (Places::HAS_SCALES)
-            for (int g = 0; g < group; ++g)
-                for (int i = 0; i < count; ++i)
-                    queries[g].weights[i] *= rows.scale(i, head_offset);
     }
 
     // The queries of some KV heads attend to all of a context that they see. Each step goes over all of
     // them before the next one starts: their short dependency chains then overlap. `ahead` is asked for
     // as much as is read.
     void run(CacheQuery* queries, const Item& item, int64_t context, const int32_t* table,
-             KvPrefetch<S, CHUNK>& ahead) const {
+             RowReader<T, S, CHUNK>& reader, KvPrefetch<S, CHUNK>& ahead) const {
         const auto for_heads = [&](const auto& f) {
             for (int64_t h = 0; h < item.heads; ++h)
                 f(queries + h * group, (item.first_head + h) * cache.head_stride);
@@ -156,14 +145,16 @@ struct Attend {
                 k.at[i] = k.at[located - 1];
                 v.at[i] = v.at[located - 1];
             }
-            for_heads([&](CacheQuery* some, int64_t offset) { score(some, k, located, offset, ahead); });
+            for_heads([&](CacheQuery* some, int64_t offset) {
+                score(some, reader.read(k, located, offset), located, ahead);
+            });
             if (rule.in_tanh != 0.f)
                 for (int64_t i = 0; i < count; ++i) queries[i].cap(0, located, rule.in_tanh);
             for (int64_t i = 0; i < count; ++i)
                 queries[i].template softmax<float>(FromStart(), located, rule.scale);
             for_heads([&](CacheQuery* some, int64_t offset) {
                 ahead.fetch(cache.lines(located));
-                add_values(some, v, located, offset);
+                add_values(some, reader.read(v, located, offset), located);
             });
         }
     }
@@ -176,14 +167,6 @@ struct Attend {
         query.q = memory + of_value.pairs() * PAIR;
         for (int c = 0; c < of_key.pairs(); ++c)
             Part::keep(query.q + c * Part::FLOATS, source + c * PAIR, of_key.width(c));
-    }
-
-    void finish(CacheQuery& query, T* target) const {
-        if constexpr (!std::is_same_v<T, S>)  // the output's Pairs are those of S
-            for (int c = 0; c < of_value.pairs(); ++c)
-                store_pair(query.acc + c * PAIR,
-                           spread_like(target, query.acc + c * PAIR, PAIR));
-        query.finish(target, of_value.size());
     }
 };
 
@@ -218,6 +201,7 @@ static void decode(const Team* team, const DecodeArgs& a) {
         std::vector<CacheQuery> queries(items.heads_each * group);
         own.deal(items.count());
         const auto [first_item, end_item] = own.part(items.count());
+        RowReader<T, S, CHUNK> reader(std::max(a.key_dim, a.value_dim));
         KvPrefetch<S, CHUNK> ahead(attend.cache, a.rule, a.contexts, items, first_item, end_item);
         ahead.fetch(LINES_AHEAD);
         for (int64_t number; (number = own.take()) >= 0;) {
@@ -231,9 +215,9 @@ static void decode(const Team* team, const DecodeArgs& a) {
                              memory.data() + i * stride);
             }
             attend.run(queries.data(), item, a.contexts.lengths[item.token],
-                       a.contexts.table(item.token), ahead);
+                       a.contexts.table(item.token), reader, ahead);
             for (int64_t i = 0; i < count; ++i)
-                attend.finish(queries[i], out + (first_query + i) * a.value_dim);
+                queries[i].finish(out + (first_query + i) * a.value_dim, attend.of_value.size());
         }
     });
 }

@@ -111,6 +111,21 @@ static inline void store_in_order(float* p, Pair x) {
     *(vf_mem*)(p + W) = __builtin_shuffle(x.a, x.b, second);
 }
 
+// fp32 values in ascending order, stored as T.
+static inline void store_ordered(float* p, Pair x) { store_pair(p, x); }
+static inline void store_ordered(bf16* p, Pair x) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
+#else
+    vi even, odd;
+    for (int i = 0; i < W; ++i) {
+        even[i] = 2 * i;
+        odd[i] = 2 * i + 1;
+    }
+    store_pair(p, Pair{__builtin_shuffle(x.a, x.b, even), __builtin_shuffle(x.a, x.b, odd)});
+#endif
+}
+
 // The first n (0 < n <= PAIR) elements; the rest read as zero, and are never touched in memory.
 template <typename T>
 static inline Pair load_pair_n(const T* p, int n) {

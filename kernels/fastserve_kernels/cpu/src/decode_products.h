@@ -1,12 +1,7 @@
-// Products of a query with rows of keys, and of weights with rows of values, as the cache has them.
+// Products of a query with rows of keys, and of weights with rows of values.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 
 #include "panels.h"
 #include "vec.h"

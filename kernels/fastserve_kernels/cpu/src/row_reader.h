@@ -1,6 +1,9 @@
 // Rows of one head in the type of the queries, which multiply them.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "aligned.h"
 #include "int8_tokens.h"
 #include "paged_rows.h"

@@ -119,15 +119,19 @@ def test_prefill(
     close(out, cache.prefill(query, jobs, rule))
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_head_size_and_group(backend: str, close: Close, dtype: torch.dtype) -> None:
+def test_every_head_size_and_group(
+    backend: str, close: Close, dtype: torch.dtype, is_int8: bool
+) -> None:
+    contexts = [7, 141]  # more positions than are read at a time, in part of the last block
     for group in range(1, 17):
         shape = Shape(2 * group, 2, 16 * group)
         rule = PLAIN.rule(shape)
-        cache = Cache.filled([7, 40], shape, dtype)
+        cache = Cache.filled(contexts, shape, dtype, is_int8)
         query = queries(5, shape, dtype)
-        close(decode(query[:2], cache, [7, 40], rule), cache.decode(query[:2], [7, 40], rule))
-        jobs = [(2, 7), (3, 40)]
+        close(decode(query[:2], cache, contexts, rule), cache.decode(query[:2], contexts, rule))
+        jobs = [(2, 7), (3, 141)]
         close(prefill(query, cache, jobs, rule), cache.prefill(query, jobs, rule))
 
 

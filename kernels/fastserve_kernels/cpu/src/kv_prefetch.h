@@ -33,9 +33,9 @@ struct Contexts {
     const int32_t* table(int64_t token) const { return block_tables + table_starts[token]; }
 };
 
-// Goes over the rows of some items in the order in which they are read: CHUNK positions after the others,
-// in each all heads' keys and then their values. To the second level, where more lines than in the first
-// may be on their way at once.
+// Goes over the rows of some items in the order in which they are read: CHUNK positions at a time, the keys of
+// all heads and then their values. It fetches to the second level, where more lines than in the first may be
+// on their way at once.
 template <typename S, int CHUNK>
 class KvPrefetch {
    public:

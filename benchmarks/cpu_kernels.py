@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from fastserve_kernels import linear, ops
+from fastserve_kernels import int8_cache, linear, ops
 from fastserve_kernels.weight_quantization import quantize_groups
 from rich.console import Console
 from rich.table import Table
@@ -156,12 +156,12 @@ def decode_attention(model: str, name: str, dtype: torch.dtype, repeats: int) ->
 
 
 def in_int8(kv: Tensor) -> Tensor:
-    """A cache of the same shape with any codes, and scales of one hundredth, as
-    `int8_cache.py` lays them out."""
-    scales = torch.full((*kv.shape[:-2], BLOCK_SIZE), 0.01).view(torch.int8)
-    codes = torch.randint(-127, 128, kv.shape, dtype=torch.int8).flatten(-2)
-    heads = torch.cat((codes, scales), dim=-1)
-    return heads.view(*kv.shape[:-1], -1)
+    """A cache of the same shape with any codes, and scales of one hundredth."""
+    cache = torch.empty((*kv.shape[:-1], kv.shape[-1] + int8_cache.SCALE_BYTES), dtype=torch.int8)
+    codes, scales = int8_cache.codes_and_scales(cache)
+    codes.random_(-int8_cache.MOST, int8_cache.MOST + 1)
+    scales.fill_(0.01)
+    return cache
 
 
 def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:

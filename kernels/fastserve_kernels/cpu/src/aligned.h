@@ -6,6 +6,8 @@
 
 namespace fastserve {
 
+constexpr int SECOND_LEVEL = 2;  // cache, as __builtin_prefetch names it
+
 template <typename T>
 struct LineAllocator {
     using value_type = T;

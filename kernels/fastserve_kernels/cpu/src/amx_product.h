@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include "aligned.h"
+
 namespace fastserve {
 
 // By AMX, whose instructions multiply tile registers of 16 rows of 64 bytes: two hold rows of x, two the
@@ -97,7 +99,7 @@ struct Product<bf16> {
         }
         for (int64_t k = begin; k < end; k += 16, x.first += x.block_stride) {
             for (int64_t line = 0; line < 16 * ahead.stride; line += 64)
-                __builtin_prefetch(ahead.first + k * ahead.stride + line, 0, 2);
+                __builtin_prefetch(ahead.first + k * ahead.stride + line, 0, SECOND_LEVEL);
             _tile_loadd(4, x.first, row_bytes);
             _tile_loadd(6, panel + (k - begin) * STEP_SIZE<bf16>, step_bytes);
             _tile_loadd(7, panel + (k - begin) * STEP_SIZE<bf16> + PAIR, step_bytes);

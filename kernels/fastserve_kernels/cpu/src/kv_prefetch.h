@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "aligned.h"
 #include "attention_rule.h"
 #include "paged_rows.h"
 
@@ -50,6 +51,10 @@ class KvPrefetch {
         begin_item();
     }
 
+    // Cache lines that so many rows of a head take.
+    int64_t lines(int64_t rows) const {
+        return rows * cache_.head_stride * (int64_t)sizeof(S) / (cache_.block_size * LINE);
+    }
     // The next cache lines, as long as there are any. Not inlined: it would take its callers' registers.
     __attribute__((noinline)) void fetch(int64_t lines) {
         while (lines > 0) {
@@ -62,7 +67,6 @@ class KvPrefetch {
 
    private:
     static constexpr int64_t LINE = 64;
-    static constexpr int SECOND_LEVEL = 2;
 
     void begin_item() {
         if (number_ == end_number_) return;

@@ -99,7 +99,7 @@ struct Attend {
     // Of the queries of one head.
     __attribute__((noinline)) void score(CacheQuery* queries, HeadRows<T> keys, int count,
                                          KvPrefetch<S, CHUNK>& ahead) const {
-        const int64_t lines = (cache.lines(W) + group - 1) / group;
+        const int64_t lines = (ahead.lines(W) + group - 1) / group;
         for (int i = 0; i < count; i += W)
             for (int g = 0; g < group; ++g) {
                 ahead.fetch(lines);
@@ -153,7 +153,7 @@ struct Attend {
             for (int64_t i = 0; i < count; ++i)
                 queries[i].template softmax<float>(FromStart(), located, rule.scale);
             for_heads([&](CacheQuery* some, int64_t offset) {
-                ahead.fetch(cache.lines(located));
+                ahead.fetch(ahead.lines(located));
                 add_values(some, reader.read(v, located, offset), located);
             });
         }

@@ -38,11 +38,6 @@ struct PagedCache {
         block_stride = layers * 2 * part;
     }
 
-    // Cache lines that so many rows of a head take.
-    int64_t lines(int64_t rows) const {
-        return rows * head_stride * (int64_t)sizeof(S) / (block_size * 64);
-    }
-
     // The rows of `count` positions from `first` on, of a job with this table.
     template <int N>
     void locate(const int32_t* table, int64_t first, int count, Rows<S, N>& k, Rows<S, N>& v) const {

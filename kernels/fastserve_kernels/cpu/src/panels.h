@@ -55,7 +55,7 @@ struct Dot<bf16> {
     static void pack_pair(X* target, Pair x) { store_pair((bf16*)target, x); }
     // Even columns in the first vector, odd ones in the second, as in a Pair of bf16.
     static int place(int column) { return (column % 2 * W + column / 2) * 2; }
-    // Even columns in the first vector, odd ones in the second.
+    // A step, as `place` has it, from an element of every column in each of two rows.
     static inline Weights of_rows(vu first, vu second) {
         return {(__m512bh)((first & 0xffffu) | (second << 16)),
                 (__m512bh)((first >> 16) | (second & 0xffff0000u))};

@@ -2,6 +2,7 @@
 // exact, and an instruction does four of them in a lane. That takes less time than to widen the weights.
 #pragma once
 
+#include "aligned.h"
 #include "quantized_panels.h"
 #include "rounded_rows.h"
 
@@ -16,8 +17,6 @@ constexpr int ROUNDED_ROWS = 3;
 #else
 constexpr int ROUNDED_ROWS = 2;
 #endif
-// Where the next panel is fetched to. The first level holds the rows and this panel.
-constexpr int SECOND_LEVEL = 2;
 
 // Adds, in each lane, the products of four bytes without a sign and four bytes with one.
 static inline vi add_products(vi sum, vu codes, vi x) {
@@ -161,6 +160,7 @@ class RoundingPanels {
             const int64_t begin = first + part * FEW_BLOCKS;
 #pragma GCC unroll 4
             for (int i = 0; i < FEW_BLOCKS; ++i) {
+                // The first level holds the rows and this panel.
                 for (int64_t line = 0; line < ahead.stride; line += 64)
                     __builtin_prefetch(ahead.first + (begin + i) * ahead.stride + line, 0, SECOND_LEVEL);
                 // Past the end of a row there may be any codes: the rounded row is 0 there.

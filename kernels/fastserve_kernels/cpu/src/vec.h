@@ -111,19 +111,28 @@ static inline void store_in_order(float* p, Pair x) {
     *(vf_mem*)(p + W) = __builtin_shuffle(x.a, x.b, second);
 }
 
-// fp32 values in ascending order, stored as T.
-static inline void store_ordered(float* p, Pair x) { store_pair(p, x); }
-static inline void store_ordered(bf16* p, Pair x) {
-#if defined(__AVX512BF16__)
-    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
-#else
+// From ascending order to that in which elements of T are spread over a Pair.
+template <typename T>
+static inline Pair spread(Pair x) {
+    if (sizeof(T) == sizeof(float)) return x;
     vi even, odd;
     for (int i = 0; i < W; ++i) {
         even[i] = 2 * i;
-        odd[i] = 2 * i + 1;
+        odd[i] = even[i] + 1;
     }
-    store_pair(p, Pair{__builtin_shuffle(x.a, x.b, even), __builtin_shuffle(x.a, x.b, odd)});
+    return {__builtin_shuffle(x.a, x.b, even), __builtin_shuffle(x.a, x.b, odd)};
+}
+
+// fp32 values in ascending order, stored as T.
+template <typename T>
+static inline void store_ordered(T* p, Pair x) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) < sizeof(float)) {  // the instruction takes them in this order
+        _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
+        return;
+    }
 #endif
+    store_pair(p, spread<T>(x));
 }
 
 // The first n (0 < n <= PAIR) elements; the rest read as zero, and are never touched in memory.
@@ -143,15 +152,10 @@ static inline void store_pair_n(T* p, Pair x, int n) {
     std::memcpy(p, buffer, n * sizeof(T));
 }
 
-// fp32 values in the order in which elements of T are spread over a Pair.
-static inline Pair spread_like(const float*, const float* p, int n) { return load_pair_n(p, n); }
-static inline Pair spread_like(const bf16*, const float* p, int n) {
-    Pair spread = {};
-    for (int i = 0; i < n; ++i) {  // (GCC 12 miscompiles a choice of vectors as an lvalue)
-        if (i % 2) spread.b[i / 2] = p[i];
-        else spread.a[i / 2] = p[i];
-    }
-    return spread;
+// The first n fp32 values, in the order in which elements of T are spread over a Pair.
+template <typename T>
+static inline Pair spread_like(const T*, const float* p, int n) {
+    return spread<T>(load_pair_n(p, n));
 }
 
 // f(the first element, how many) of each Pair of a row.

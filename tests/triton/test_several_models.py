@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.repository import ENGINE_FILE
 from fastserve_client import FastServeClient
-from fastserve_client.errors import ClientError
+from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.protocol import MODEL_NAME
 from fastserve_client.terminal import generate_to_terminal
 from model_control import ModelControl, ServerHoldings, load_and_unload
@@ -164,29 +165,26 @@ def test_a_dead_process_restarts_the_loaded_models(
     control: ModelControl, server: TritonServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert control.load(OTHER).status_code == 200
-    errors: list[str] = []
+    is_running = {model: threading.Event() for model in MODELS}
 
-    def run(model: str) -> None:
+    def run_until_an_error(model: str) -> ClientError:
         with FastServeClient(f"grpc://{server.endpoints.grpc_url}", model=model) as client:
-            chunks = client.stream("a", max_tokens=2900, ignore_eos=True)
-            next(chunks)
-            is_running.release()
-            with pytest.raises(ClientError) as ended:
-                list(chunks)
-        errors.append(str(ended.value))
+            try:
+                for _ in range(20):  # one job may end before the server does
+                    for _ in client.stream("a", max_tokens=2900, ignore_eos=True):
+                        is_running[model].set()
+            except ClientError as error:
+                return error
+        raise AssertionError(f"no job of {model} failed")
 
-    is_running = threading.Semaphore(0)
-    threads = [threading.Thread(target=run, args=(model,)) for model in MODELS]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        assert is_running.acquire(timeout=30.0)
-    pid = server.runtime.stub_pid(OTHER)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join(30.0)
-    assert len(errors) == len(MODELS)
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(run_until_an_error, model) for model in MODELS]
+        for event in is_running.values():
+            assert event.wait(30.0)
+        pid = server.runtime.stub_pid(OTHER)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert not any(isinstance(run.result(60.0), InvalidRequest) for run in runs)
     wait_for(lambda: server.restarts == 1, RESTART_TIMEOUT_S)
     assert f"the process of {OTHER} ended; restarting the server" in caplog.text
     assert all(answers(server, model) for model in MODELS)

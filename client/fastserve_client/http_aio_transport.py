@@ -1,12 +1,17 @@
-"""HTTP for asyncio: Triton's ``generate_stream``, through httpx2."""
+"""HTTP for asyncio: Triton's ``generate_stream``, through aiohttp."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from urllib.request import getproxies, proxy_bypass
 
-import httpx2
+import aiohttp
+from aiohttp.http_exceptions import ContentEncodingError
+from yarl import URL
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import (
@@ -47,7 +52,10 @@ class AioHttpTransport:
     def __init__(self, endpoint: Endpoint) -> None:
         """Raises InvalidRequest: the host, or a proxy of the environment, cannot exist."""
         self._url = str(endpoint)
-        self._http = _http_client(endpoint)
+        self._uses_tls = endpoint.uses_tls
+        self._proxy = _proxy(endpoint)
+        _check_host(endpoint)
+        self._opened: aiohttp.ClientSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._uncancelled: set[asyncio.Task[None]] = set()
 
@@ -78,17 +86,21 @@ class AioHttpTransport:
 
     async def is_ready(self, model: str, timeout_s: float) -> bool:
         try:
-            answer = await self._http.get(ready_path(model), timeout=timeout_s)
-        except httpx2.RequestError:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session().get(ready_path(model), allow_redirects=False) as answer,
+            ):
+                return answer.status == HTTPStatus.OK
+        except (aiohttp.ClientError, TimeoutError):
             return False
-        return answer.status_code == httpx2.codes.OK
 
     async def close(self) -> None:
         tasks = tuple(self._tasks)
         for task in tasks:
             self.cancel(task)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._http.aclose()
+        if self._opened is not None:
+            await self._opened.close()
 
     async def _exchange(
         self, request: InferRequest, timeout_s: float | None, deliver: Callable[[Item], None]
@@ -96,26 +108,39 @@ class AioHttpTransport:
         decoder = EventDecoder(request.model)
         failure: ClientError | None = None
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._http.stream(
-                    "POST", stream_path(request.model), content=encode_request(request)
-                ) as answer,
-            ):
-                if answer.status_code != httpx2.codes.OK:
-                    raise refusal(self._url, answer.status_code, await answer.aread())
-                async for data in answer.aiter_bytes():
-                    for item in decoder.feed(data):
-                        if isinstance(item, ClientError):
-                            failure = item  # read on: the server ends the answer now
-                        else:
-                            deliver(item)
-        except httpx2.TransportError as error:
-            raise connection_failed(self._url, _reason(error)) from None
-        except httpx2.RequestError as error:
-            raise ServerError(f"{self._url}: cannot read the answer ({error})") from None
+            async with asyncio.timeout(timeout_s):
+                # Until now the loop may have had no time to see that a kept connection is closed.
+                await asyncio.sleep(0)
+                async with self._session().post(
+                    stream_path(request.model), data=encode_request(request), allow_redirects=False
+                ) as answer:
+                    if answer.status != HTTPStatus.OK:
+                        raise refusal(self._url, answer.status, await answer.read())
+                    async for data in answer.content.iter_any():
+                        for item in decoder.feed(data):
+                            if isinstance(item, ClientError):
+                                failure = item  # read on: the server ends the answer now
+                            else:
+                                deliver(item)
+        except aiohttp.ClientError as error:
+            raise _typed(self._url, error) from None
         if failure is not None:
             raise failure
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Opened by the first request, in the event loop that it belongs to."""
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(
+                self._url,
+                headers=_HEADERS,
+                # No limits: a request without a timeout waits as long as the server lives.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(
+                    limit=0, ssl=ssl.create_default_context() if self._uses_tls else True
+                ),
+                proxy=self._proxy,
+            )
+        return self._opened
 
     def _end(self, task: asyncio.Task[None], deliver: Callable[[Item], None]) -> None:
         self._tasks.discard(task)
@@ -129,37 +154,47 @@ class AioHttpTransport:
         deliver(error)
 
 
-def _http_client(endpoint: Endpoint) -> httpx2.AsyncClient:
+def _check_host(endpoint: Endpoint) -> None:
     try:
-        url = httpx2.URL(str(endpoint))
-        url.host  # noqa: B018 - decoding it checks it
-    except (httpx2.InvalidURL, ValueError) as error:
+        URL(str(endpoint)).host  # noqa: B018 - decoding it checks it
+        endpoint.host.encode("idna")  # as the system's resolver will
+    except UnicodeError as error:
         raise InvalidRequest(f"url: got {str(endpoint)!r}; it cannot be used ({error})") from None
+
+
+def _proxy(endpoint: Endpoint) -> URL | None:
+    """The proxy that the environment names for this server."""
+    if proxy_bypass(endpoint.target):
+        return None
+    proxies = getproxies()
+    proxy = proxies.get(endpoint.scheme) or proxies.get("all")
+    if not proxy:
+        return None
     try:
-        return httpx2.AsyncClient(
-            base_url=url,
-            headers=_HEADERS,
-            # No limits: a request without a timeout waits as long as the server lives.
-            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            # Reading the certificates that the system trusts takes 50 ms, and http:// does not
-            # need them.
-            verify=endpoint.uses_tls,
-        )
-    except (httpx2.InvalidURL, ValueError, ImportError) as error:
-        raise InvalidRequest(
-            f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: got a proxy that cannot be used ({error}); "
-            "correct it or unset it"
-        ) from None
+        url = URL(proxy)
+        if url.scheme in ("http", "https") and url.host:
+            return url
+        reason = "not a URL like http://HOST:PORT"
+    except ValueError as error:
+        reason = str(error)
+    raise InvalidRequest(
+        f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: got a proxy that cannot be used ({reason}); "
+        "correct it or unset it"
+    )
 
 
-def _reason(error: BaseException) -> str:
-    """The first cause: "Connection refused" rather than "All attempts failed"."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    if isinstance(error, ConnectionError) and error.errno is not None:
-        return os.strerror(error.errno)  # asyncio's own text is longer, and says less
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+def _typed(url: str, error: aiohttp.ClientError) -> ClientError:
+    cause = error.__cause__
+    if isinstance(error, aiohttp.ServerDisconnectedError) or (
+        isinstance(error, aiohttp.ClientPayloadError)
+        and not isinstance(cause, ContentEncodingError)
+    ):
+        return connection_failed(url, "the server closed the connection")
+    if not isinstance(error, aiohttp.ClientConnectionError):
+        return ServerError(f"{url}: cannot read the answer ({' '.join(str(error).split())})")
+    if isinstance(cause, ConnectionError) and cause.errno is not None:
+        return connection_failed(url, os.strerror(cause.errno))  # shorter than asyncio's own text
+    return connection_failed(url, getattr(cause, "strerror", None) or str(error))
 
 
 class AioHttpCall(AsyncIterator[Outputs]):

@@ -10,18 +10,18 @@ def test_the_client_loads_neither_torch_nor_the_server() -> None:
         "import fastserve_client.grpc_aio_transport, fastserve_client.http_transport, "
         "fastserve_client.aio_client, fastserve_client.terminal"
     )
-    assert {"tritonclient", "httpx2"} <= loaded
+    assert {"tritonclient", "aiohttp"} <= loaded
     assert not loaded & {"torch", "fastserve_backend", "fastserve_kernels", "pydantic", "fastapi"}
 
 
 def test_http_needs_no_grpc_and_grpc_no_http() -> None:
     open_and_close = "from fastserve_client import FastServeClient as C; C({!r}).close()"
     over_http = loaded_modules(open_and_close.format("http://127.0.0.1:9"))
-    assert "httpx2" in over_http
+    assert "aiohttp" in over_http
     assert not over_http & {"grpc", "tritonclient", "numpy", "google"}
     over_grpc = loaded_modules(open_and_close.format("grpc://127.0.0.1:9"))
     assert "grpc" in over_grpc
-    assert "httpx2" not in over_grpc
+    assert "aiohttp" not in over_grpc
 
 
 def test_the_gateway_needs_nothing_of_the_server_either() -> None:

@@ -1,16 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import random
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 from fastserve_client import AsyncFastServeClient, FastServeClient
 from fastserve_client.endpoint import Endpoint
-from fastserve_client.errors import ClientClosed, InvalidRequest, RequestTimeout, ServerError
+from fastserve_client.errors import (
+    ClientClosed,
+    ConnectionFailed,
+    InvalidRequest,
+    RequestTimeout,
+    ServerError,
+)
 from fastserve_client.http_transport import HttpTransport
 from fastserve_client.request import InferRequest
 from waiting import wait_for
@@ -40,9 +48,65 @@ def test_a_proxy_that_cannot_be(monkeypatch: pytest.MonkeyPatch, proxy: str) -> 
         FastServeClient("http://127.0.0.1:8000")
 
 
-def test_a_host_that_cannot_be() -> None:
-    with pytest.raises(InvalidRequest, match="'http://axn--:8000'"):
-        FastServeClient("http://axn--")
+@pytest.mark.parametrize("host", ["xn--", "a..b", "a" * 64])
+def test_a_host_that_cannot_be(host: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'http://{host}:8000'"):
+        FastServeClient(f"http://{host}")
+
+
+EVENT = b'data: {"text_output": "a", "output_ids": 5, "finish_reason": "length"}\n\n'
+WHOLE_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(EVENT), EVENT)
+
+
+async def test_a_request_goes_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(WHOLE_ANSWER)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
+        address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setenv("NO_PROXY", "near.invalid:8000")
+        for variable in ("http_proxy", "all_proxy"):
+            monkeypatch.delenv("http_proxy", raising=False)
+            monkeypatch.setenv(variable, f"http://user:secret@{address}")
+            async with AsyncFastServeClient("http://far.invalid") as client:
+                await client.generate("Hello", timeout_s=DEADLINE_S)
+    line = b"POST http://far.invalid:8000/v2/models/fastserve/generate_stream HTTP/1.1\r\n"
+    credentials = b"Proxy-Authorization: Basic " + base64.b64encode(b"user:secret")
+    assert all(head.startswith(line) and credentials in head for head in heads)
+    assert len(heads) == 2
+    async with AsyncFastServeClient("http://near.invalid") as client:
+        with pytest.raises(ConnectionFailed, match="http://near"):
+            await client.generate("Hello", timeout_s=DEADLINE_S)
+    assert len(heads) == 2
+
+
+async def test_a_kept_connection_that_the_server_closed_costs_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(DEADLINE_S)
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(WHOLE_ANSWER)
+                may_close.acquire(timeout=DEADLINE_S)
+
+        may_close = threading.Semaphore(0)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        async with AsyncFastServeClient(url) as client:
+            for _ in range(3):
+                answering = pool.submit(answer)
+                assert (await client.generate("Hello", timeout_s=DEADLINE_S)).text == "a"
+                may_close.release()
+                answering.result(DEADLINE_S)  # blocks the loop, which so hears of nothing
 
 
 async def test_requests_that_end_while_they_connect_leave_no_connection(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from http import HTTPStatus
 from urllib.request import getproxies, proxy_bypass
 
@@ -35,16 +36,9 @@ from fastserve_client.response import Outputs
 _CONNECT_TIMEOUT_S = 10.0
 _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
-Item = Outputs | BaseException | None
-"""What a call delivers: responses, then an error, or None after a good end."""
-
 
 class AioHttpTransport:
-    """An ``AioTransport`` with a connection for each running request, and a task that reads it.
-
-    Triton sends the status of an answer with the first token. So a request needs a task of its own,
-    before its caller waits for it. The transport belongs to one event loop.
-    """
+    """An ``AioTransport`` with a connection for each running request, in one event loop."""
 
     only_streams = True
     """tritonserver 24.10 notices only when it writes that a client has gone."""
@@ -56,33 +50,14 @@ class AioHttpTransport:
         self._proxy = _proxy(endpoint)
         _check_host(endpoint)
         self._opened: aiohttp.ClientSession | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._uncancelled: set[asyncio.Task[None]] = set()
+        self._running: set[AioHttpCall] = set()
 
     def start(self, request: InferRequest, timeout_s: float | None) -> AioHttpCall:
-        items: asyncio.Queue[Item] = asyncio.Queue()
-        return AioHttpCall(self, self.send(request, timeout_s, items.put_nowait), items)
-
-    def send(
-        self, request: InferRequest, timeout_s: float | None, deliver: Callable[[Item], None]
-    ) -> asyncio.Task[None]:
-        """Sends the request in a task, which ``cancel`` takes.
-
-        Only the job's own ``max_tokens`` bounds the responses that were delivered and not yet
-        taken. Triton would keep them otherwise.
-        """
-        task = asyncio.create_task(self._exchange(request, timeout_s, deliver))
-        self._tasks.add(task)
-        self._uncancelled.add(task)
-        task.add_done_callback(lambda done: self._end(done, deliver))
-        return task
-
-    def cancel(self, task: asyncio.Task[None]) -> None:
-        """Closes the connection of a request that still runs, which cancels the job."""
-        # Only once: a second time would interrupt the task while it closes the connection.
-        if task in self._uncancelled:
-            self._uncancelled.discard(task)
-            task.cancel()
+        call = AioHttpCall(self._url, self._post(request), request.model, self._running.discard)
+        self._running.add(call)
+        if timeout_s is not None:
+            call.end_after(timeout_s)
+        return call
 
     async def is_ready(self, model: str, timeout_s: float) -> bool:
         try:
@@ -95,37 +70,18 @@ class AioHttpTransport:
             return False
 
     async def close(self) -> None:
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            self.cancel(task)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for call in tuple(self._running):
+            call.cancel()
+            await call.wait_until_sent()
         if self._opened is not None:
             await self._opened.close()
 
-    async def _exchange(
-        self, request: InferRequest, timeout_s: float | None, deliver: Callable[[Item], None]
-    ) -> None:
-        decoder = EventDecoder(request.model)
-        failure: ClientError | None = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                # Until now the loop may have had no time to see that a kept connection is closed.
-                await asyncio.sleep(0)
-                async with self._session().post(
-                    stream_path(request.model), data=encode_request(request), allow_redirects=False
-                ) as answer:
-                    if answer.status != HTTPStatus.OK:
-                        raise refusal(self._url, answer.status, await answer.read())
-                    async for data in answer.content.iter_any():
-                        for item in decoder.feed(data):
-                            if isinstance(item, ClientError):
-                                failure = item  # read on: the server ends the answer now
-                            else:
-                                deliver(item)
-        except aiohttp.ClientError as error:
-            raise _typed(self._url, error) from None
-        if failure is not None:
-            raise failure
+    async def _post(self, request: InferRequest) -> aiohttp.ClientResponse:
+        # Until now the loop may have had no time to see that a kept connection is closed.
+        await asyncio.sleep(0)
+        return await self._session().post(
+            stream_path(request.model), data=encode_request(request), allow_redirects=False
+        )
 
     def _session(self) -> aiohttp.ClientSession:
         """Opened by the first request, in the event loop that it belongs to."""
@@ -141,17 +97,6 @@ class AioHttpTransport:
                 proxy=self._proxy,
             )
         return self._opened
-
-    def _end(self, task: asyncio.Task[None], deliver: Callable[[Item], None]) -> None:
-        self._tasks.discard(task)
-        self._uncancelled.discard(task)
-        if task.cancelled():
-            deliver(ClientClosed("the client was closed"))
-            return
-        error = task.exception()
-        if isinstance(error, TimeoutError):
-            error = request_timeout(self._url)
-        deliver(error)
 
 
 def _check_host(endpoint: Endpoint) -> None:
@@ -198,26 +143,97 @@ def _typed(url: str, error: aiohttp.ClientError) -> ClientError:
 
 
 class AioHttpCall(AsyncIterator[Outputs]):
-    """One POST to ``generate_stream``."""
+    """One POST to ``generate_stream``.
+
+    Triton sends the status of an answer with the first token. So a task sends the request, before
+    anybody waits for a response.
+
+    Args:
+        post: sends the request and returns the answer.
+        on_end: called once, when the call needs its connection no more.
+    """
 
     def __init__(
-        self, transport: AioHttpTransport, task: asyncio.Task[None], items: asyncio.Queue[Item]
+        self,
+        url: str,
+        post: Coroutine[None, None, aiohttp.ClientResponse],
+        model: str,
+        on_end: Callable[[AioHttpCall], None],
     ) -> None:
-        self._transport = transport
-        self._task = task
-        self._items = items
+        self._url = url
+        self._decoder = EventDecoder(model)
+        self._on_end = on_end
+        self._posting = asyncio.create_task(post)
+        self._posting.add_done_callback(_answer_of)  # no exception may be left unread
+        self._timer: asyncio.TimerHandle | None = None
+        self._responses: deque[Outputs] = deque()
+        self._error: ClientError | None = None
+        self._ended = False
+
+    def end_after(self, timeout_s: float) -> None:
+        """Ends the call with RequestTimeout once this time is over."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(timeout_s, self._end, request_timeout(self._url))
 
     async def __anext__(self) -> Outputs:
-        try:
-            item = await self._items.get()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        while not self._responses:
+            if not self._ended:
+                try:
+                    await self._read()
+                except aiohttp.ClientError as error:
+                    self._end(_typed(self._url, error))
+                except ClientError as error:
+                    self._end(error)
+                except asyncio.CancelledError:
+                    self.cancel()
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+            elif self._error is not None:
+                raise self._error
+            else:
+                raise StopAsyncIteration
+        return self._responses.popleft()
 
     def cancel(self) -> None:
-        self._transport.cancel(self._task)
+        self._end(ClientClosed("the client was closed"))
+
+    async def wait_until_sent(self) -> None:
+        """Until the task that sends the request has ended."""
+        await asyncio.wait((self._posting,))
+
+    async def _read(self) -> None:
+        """Takes what has come, or waits for more."""
+        answer = await self._posting
+        if answer.status != HTTPStatus.OK:
+            raise refusal(self._url, answer.status, await answer.read())
+        data = await answer.content.readany()
+        for item in self._decoder.feed(data):
+            if isinstance(item, ClientError):
+                self._error = item  # read on: the server ends the answer now
+            else:
+                self._responses.append(item)
+        if not data:
+            self._end(self._error)
+
+    def _end(self, error: ClientError | None) -> None:
+        """Closes the connection, unless it has delivered the whole answer."""
+        if self._ended:
+            return
+        self._ended = True
+        self._error = error
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._posting.done():
+            answer = _answer_of(self._posting)
+            if answer is not None:
+                answer.close()
+        self._posting.cancel()
+        self._on_end(self)
+
+
+def _answer_of(posting: asyncio.Task[aiohttp.ClientResponse]) -> aiohttp.ClientResponse | None:
+    """The answer of a task that has ended; None if it has none."""
+    if posting.cancelled() or posting.exception() is not None:
+        return None
+    return posting.result()

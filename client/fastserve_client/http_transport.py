@@ -18,13 +18,16 @@ from typing import Any, TypeVar
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientClosed
-from fastserve_client.http_aio_transport import AioHttpTransport, Item
+from fastserve_client.http_aio_transport import AioHttpCall, AioHttpTransport
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
 
 _CLOSE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
+
+Item = Outputs | Exception | None
+"""What a call delivers: responses, then an error, or None after a good end."""
 
 
 class HttpTransport:
@@ -34,6 +37,7 @@ class HttpTransport:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._transport = AioHttpTransport(endpoint)
+        self._readers: set[asyncio.Task[None]] = set()  # the loop alone would not keep them
         self._closed = False
         # A signal handler may close the transport while its own thread is about to use it.
         self._closing = threading.RLock()
@@ -48,8 +52,12 @@ class HttpTransport:
     def start(self, request: InferRequest, timeout_s: float | None) -> HttpCall:
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
 
-        async def start() -> asyncio.Task[None]:
-            return self._transport.send(request, timeout_s, items.put)
+        async def start() -> AioHttpCall:
+            call = self._transport.start(request, timeout_s)
+            reader = asyncio.create_task(_read(call, items))
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
+            return call
 
         return HttpCall(self, self._wait_for(start()), items)
 
@@ -58,9 +66,9 @@ class HttpTransport:
             return self._wait_for(self._transport.is_ready(model, timeout_s))
         return False
 
-    def cancel(self, task: asyncio.Task[None]) -> None:
+    def cancel(self, call: AioHttpCall) -> None:
         with suppress(RuntimeError):  # the loop is closed, so nothing runs any more
-            self._loop.call_soon_threadsafe(self._transport.cancel, task)
+            self._loop.call_soon_threadsafe(call.cancel)
 
     def close(self) -> None:
         with self._closing:
@@ -102,24 +110,40 @@ def _schedule_stop(loop: asyncio.AbstractEventLoop, transport: AioHttpTransport)
     asyncio.run_coroutine_threadsafe(stop(), loop)
 
 
+async def _read(call: AioHttpCall, items: queue.SimpleQueue[Item]) -> None:
+    """Moves all that comes to ``items``.
+
+    Only the job's own ``max_tokens`` bounds what waits there. Triton would keep it otherwise.
+    """
+    try:
+        async for outputs in call:
+            items.put(outputs)
+        items.put(None)
+    except Exception as error:
+        items.put(error)
+    except asyncio.CancelledError:
+        items.put(ClientClosed("the client was closed"))
+        raise
+
+
 class HttpCall(Iterator[Outputs]):
     """One POST to ``generate_stream``; the transport lives as long as it does."""
 
     def __init__(
-        self, transport: HttpTransport, task: asyncio.Task[None], items: queue.SimpleQueue[Item]
+        self, transport: HttpTransport, call: AioHttpCall, items: queue.SimpleQueue[Item]
     ) -> None:
         self._transport = transport
-        self._task = task
+        self._call = call
         self._items = items
 
     def __next__(self) -> Outputs:
         item = self._items.get()
         if item is None:
             raise StopIteration
-        if isinstance(item, BaseException):
+        if isinstance(item, Exception):
             raise item
         return item
 
     def cancel(self) -> None:
-        self._transport.cancel(self._task)
+        self._transport.cancel(self._call)
         self._items.put(None)  # ends a waiting iteration at once

@@ -9,18 +9,18 @@ Random weights, bfloat16, greedy, prompts of 64 tokens, 64 tokens generated. Pre
 medians of the repeats, with the least and the most in brackets. "machine" measures the best that
 this processor can do, and computes the best of each figure from it: a decode step reads all weights
 once and multiplies each with every job's vector. "serving" also measures the CPU time that each
-process takes for a token; through Triton this process is the client.
+process takes for a token; through Triton this process is the client, the one for asyncio.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from fastserve_backend.checkpoints.load_config import builtin_names
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.serving.launch import TritonServer
-from fastserve_client import FastServeClient
+from fastserve_client import AsyncFastServeClient
 from rich.console import Console
 from rich.table import Table
 
@@ -57,7 +57,7 @@ OPTIONS: dict[str, Any] = {
 }
 CONTEXT = PROMPT_TOKENS + OUTPUT_TOKENS // 2  # of the average decode step
 
-console = Console(width=100)
+console = Console(width=120)
 
 
 def options(model: str) -> dict[str, Any]:
@@ -92,21 +92,28 @@ def serving(repeats: int, model: str) -> None:
     """The engine in this process and two Triton servers take turns, so that noise hits all."""
     with (
         engine(model) as (llm, run_engine),
-        triton(model, 1) as (server, run_single),
-        triton(model, GROUP) as (_, run_group),
+        triton(model, 1) as server,
+        triton(model, GROUP) as grouping,
+        client_of(f"grpc://{server.endpoints.grpc_url}") as run_grpc,
+        client_of(server.endpoints.http_url) as run_http,
+        client_of(f"grpc://{grouping.endpoints.grpc_url}") as run_group,
     ):
         sides = {
             ENGINE: run_engine,
-            "through Triton, gRPC": run_single,
+            "through Triton, gRPC": run_grpc,
+            "through Triton, HTTP": run_http,
             f"{GROUP} tokens a response": run_group,
         }
         decode: dict[tuple[str, int], list[float]] = defaultdict(list)
         prefill: dict[str, list[float]] = defaultdict(list)
-        engine_cpu = CpuTime({"engine": os.getpid()})
         stub = server.runtime.stub_pid()
         assert stub is not None
-        triton_cpu = CpuTime({"client": os.getpid(), "tritonserver": server.pid, "stub": stub})
-        cpu_of = {ENGINE: engine_cpu, "through Triton, gRPC": triton_cpu}
+        served = {"client": os.getpid(), "tritonserver": server.pid, "stub": stub}
+        cpu_of = {
+            ENGINE: CpuTime({"engine": os.getpid()}),
+            "through Triton, gRPC": CpuTime(served),
+            "through Triton, HTTP": CpuTime(served),
+        }
         for run in sides.values():
             run(1)  # warm
         for _ in range(repeats):
@@ -190,8 +197,7 @@ def engine(model: str) -> Iterator[tuple[LLM, Run]]:
 
 
 @contextmanager
-def triton(model: str, stream_interval: int) -> Iterator[tuple[TritonServer, Run]]:
-    """The server, and a function whose runs the client times as it receives tokens."""
+def triton(model: str, stream_interval: int) -> Iterator[TritonServer]:
     started = time.monotonic()
     config = EngineConfig().with_keys(
         model=model, stream_interval=stream_interval, **options(model)
@@ -201,34 +207,37 @@ def triton(model: str, stream_interval: int) -> Iterator[tuple[TritonServer, Run
         TritonServer(
             config, http_port=0, grpc_port=0, metrics_port=0, log_path=Path(log.name)
         ) as server,
-        FastServeClient(f"grpc://{server.endpoints.grpc_url}") as client,
     ):
         console.print(f"server ready after {time.monotonic() - started:.1f} s")
+        yield server
 
-        def run(batch: int) -> tuple[float, float]:
-            first = [0.0] * batch
-            last = [0.0] * batch
 
-            def read(index: int, prompt: list[int]) -> None:
-                options: Any = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
-                with client.stream(prompt, ignore_eos=True, **options) as chunks:
-                    for chunk in chunks:
-                        if chunk.token_ids:
-                            last[index] = time.monotonic()
-                            first[index] = first[index] or last[index]
+@contextmanager
+def client_of(url: str) -> Iterator[Run]:
+    """The asyncio client, which times runs as it receives tokens."""
 
-            start_s = time.monotonic()
-            readers = [
-                threading.Thread(target=read, args=(index, prompt))
-                for index, prompt in enumerate(prompts(batch))
-            ]
-            for reader in readers:
-                reader.start()
-            for reader in readers:
-                reader.join()
-            return rates(first, last, start_s)
+    async def run(batch: int) -> tuple[float, float]:
+        start_s = time.monotonic()
+        times = await asyncio.gather(*map(read, prompts(batch)))
+        return rates([first for first, _ in times], [last for _, last in times], start_s)
 
-        yield server, run
+    async def read(prompt: list[int]) -> tuple[float, float]:
+        first = last = 0.0
+        options: Any = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
+        async with client.stream(prompt, ignore_eos=True, **options) as chunks:
+            async for chunk in chunks:
+                if chunk.token_ids:
+                    last = time.monotonic()
+                    first = first or last
+        return first, last
+
+    async def connect() -> AsyncFastServeClient:
+        return AsyncFastServeClient(url)
+
+    with asyncio.Runner() as runner:
+        client = runner.run(connect())
+        yield lambda batch: runner.run(run(batch))
+        runner.run(client.close())
 
 
 def idle_percent(server_pid: int) -> float:
@@ -240,7 +249,7 @@ def idle_percent(server_pid: int) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     before = cpu_s()
-    threading.Event().wait(10.0)
+    time.sleep(10.0)
     return (cpu_s() - before) * 10.0
 
 

@@ -8,6 +8,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from http import HTTPStatus
+from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
@@ -47,7 +48,7 @@ class AioHttpTransport:
         """Raises InvalidRequest: the host, or a proxy of the environment, cannot exist."""
         self._url = str(endpoint)
         self._uses_tls = endpoint.uses_tls
-        self._proxy = _proxy(endpoint)
+        self._options: Any = {"proxy": _proxy(endpoint), "allow_redirects": False}
         _check_host(endpoint)
         self._opened: aiohttp.ClientSession | None = None
         self._running: set[AioHttpCall] = set()
@@ -63,7 +64,7 @@ class AioHttpTransport:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session().get(ready_path(model), allow_redirects=False) as answer,
+                self._session().get(ready_path(model), **self._options) as answer,
             ):
                 return answer.status == HTTPStatus.OK
         except (aiohttp.ClientError, TimeoutError):
@@ -80,7 +81,7 @@ class AioHttpTransport:
         # Until now the loop may have had no time to see that a kept connection is closed.
         await asyncio.sleep(0)
         return await self._session().post(
-            stream_path(request.model), data=encode_request(request), allow_redirects=False
+            stream_path(request.model), data=encode_request(request), **self._options
         )
 
     def _session(self) -> aiohttp.ClientSession:
@@ -94,7 +95,6 @@ class AioHttpTransport:
                 connector=aiohttp.TCPConnector(
                     limit=0, ssl=ssl.create_default_context() if self._uses_tls else True
                 ),
-                proxy=self._proxy,
             )
         return self._opened
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import resource
 import signal
 import socket
@@ -63,7 +62,6 @@ def run_gateway(
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
         )
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each job
     _raise_limit_of_connections()
     tracer = open_tracer(_SERVICE_NAME)
     with listen(host, port) as listener, ExitStack() as at_end:

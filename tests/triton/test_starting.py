@@ -15,9 +15,10 @@ from byte_tokenizer import save_byte_tokenizer
 from damaged_model import save_damaged_opt
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.serving import launch
+from fastserve_backend.serving import launch, process
 from fastserve_backend.serving.errors import ModelLoadError
 from fastserve_backend.serving.launch import TritonServer, serve
+from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from interruptions import interrupts_itself
 from launched import leaving_nothing, start_launcher, start_server
@@ -51,6 +52,29 @@ def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
         start_server(config, tmp_path / "server.log")
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
+
+
+def test_a_server_that_never_says_that_it_is_ready_is_started_again(
+    tiny_config: EngineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first_pids: list[int] = []
+    answers = ServerProcess._answers
+
+    def answers_from_the_second(server: ServerProcess, path: str) -> bool:
+        first_pids.append(server.pid)
+        return server.pid != first_pids[0] and answers(server, path)
+
+    monkeypatch.setattr(process, "_UNNOTICED_S", 0.5)
+    monkeypatch.setattr(ServerProcess, "_answers", answers_from_the_second)
+    with leaving_nothing() as started:
+        server = start_server(tiny_config, tmp_path / "server.log")
+        started.append((server.runtime, server.endpoints))
+        assert server.pid != first_pids[0]
+        server.stop()
+    assert "start 1 of 3 failed: tritonserver has not noticed" in caplog.text
 
 
 def test_a_model_that_answers_with_an_error_is_started_only_once(

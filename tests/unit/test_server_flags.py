@@ -50,7 +50,9 @@ def test_the_server_gets_the_flags_that_it_offers(
     installation = TritonInstallation(write_server(tmp_path / "tritonserver", offered))
     runtime = RuntimeDirectory.create()
     endpoints = Endpoints("127.0.0.1", 1, 2, 3)
-    server = ServerProcess(installation, runtime, endpoints, tmp_path / "log", [], {})
+    server = ServerProcess(
+        installation, runtime, endpoints, tmp_path / "log", [], {}, loads_others=False
+    )
     try:
         assert wait_readable(30.0, server.handle)
     finally:

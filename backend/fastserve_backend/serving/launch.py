@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 # Longer than the engine's own limit, because the engine can say what it waits for.
 START_TIMEOUT_S = ENGINE_START_TIMEOUT_S + 60.0
 
-# About one start in eighty aborts inside tritonserver 24.10, before it calls the model.
+# About one start in eighty aborts inside tritonserver 24.10, before it calls the model. Far fewer
+# hang after that.
 _START_TRIES = 3
 # How long an interrupted download or conversion may take to clean up.
 _FETCH_END_S = 3.0
@@ -246,7 +247,12 @@ class TritonServer:
                 "some space, or set TMPDIR to another directory with a short path"
             ) from None
         self._new_server = partial(
-            ServerProcess, installation, self._runtime, endpoints, self._log_path
+            ServerProcess,
+            installation,
+            self._runtime,
+            endpoints,
+            self._log_path,
+            loads_others=self._model_repository is not None and not self._model_control,
         )
 
     def _launch(self) -> None:

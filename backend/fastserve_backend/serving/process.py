@@ -52,6 +52,9 @@ _STUB_TIMEOUT_S = 120
 # With the usual 32, each response wakes another thread, whose memory is not in the core's cache.
 _RESPONSE_THREADS = 2
 _READY_POLL_S = 0.05
+# After its models are loaded, tritonserver is ready within milliseconds. It was seen to wait for
+# ever (docs/several_models.md).
+_UNNOTICED_S = 30.0
 _PROBE_PROMPT = "Hello"
 # W3C's trace context of a request that nobody traces.
 _NOT_SAMPLED = f"00-{1:032x}-{1:016x}-00"
@@ -81,6 +84,7 @@ class ServerProcess:
     Args:
         flags: of tritonserver, beside those that are the same for all.
         probe_tenants: by the name of each model, a tenant that it knows, whose request tries it.
+        loads_others: whether the server waits for other models, too, before it is ready.
     """
 
     def __init__(
@@ -91,8 +95,12 @@ class ServerProcess:
         log_path: Path | None,
         flags: list[str],
         probe_tenants: Mapping[str, str],
+        *,
+        loads_others: bool,
     ) -> None:
         self._runtime = runtime
+        self._loads_others = loads_others
+        self._loaded_s: float | None = None  # since when all models are loaded
         self._probe_tenants = probe_tenants
         self._endpoints = endpoints
         self._log_path = log_path
@@ -149,6 +157,7 @@ class ServerProcess:
         for path in ("/v2/health/ready", *(f"/v2/models/{name}/ready" for name in models)):
             while not self._answers(path):
                 self._check_waiting(deadline, cancelled)
+                self._check_noticed()
                 wait_readable(_READY_POLL_S, self.handle)
         self._own_directories = self._new_directories()
         self.stubs.update()
@@ -252,6 +261,17 @@ class ServerProcess:
             raise LaunchError("stopped before the server was ready")
         if time.monotonic() > deadline:
             raise LaunchError(f"the server was not ready in time{self._log_hint()}")
+
+    def _check_noticed(self) -> None:
+        self.stubs.update()
+        if self._loads_others or not self._probe_tenants.keys() <= self.stubs.models:
+            return
+        now = time.monotonic()
+        self._loaded_s = self._loaded_s or now
+        if now > self._loaded_s + _UNNOTICED_S:
+            raise LaunchError(
+                f"tritonserver has not noticed for {_UNNOTICED_S:.0f} s that its models are loaded"
+            )
 
     def _answers(self, path: str) -> bool:
         try:

@@ -15,6 +15,8 @@ from waiting import wait_for
 BLOCK_SIZE = 16
 DEVICE_BLOCKS = 120
 MAX_NUM_SEQS = 4
+# Of jobs that are cancelled: as many as the device holds, so that none ends before.
+CANCELLED_TOKENS = 1800
 TENANT = 'the "acme" é'
 FIRST_TURN_TOKENS = 30  # of the session with two turns
 """Of one request with a prompt of three tokens and one token of output."""
@@ -97,7 +99,10 @@ def drive(endpoints: Endpoints) -> Traffic:
     lengths += [whole, single]
 
     began = time.monotonic()
-    cancelled = [GrpcStream(url, input_ids=prompt(50), max_tokens=600, **flags) for _ in range(3)]
+    cancelled = [
+        GrpcStream(url, input_ids=prompt(50), max_tokens=CANCELLED_TOKENS, **flags)
+        for _ in range(3)
+    ]
     for stream in cancelled[:2]:
         stream.first_token()
     for stream in cancelled:

@@ -1,13 +1,14 @@
-"""A test's own tritonserver on free ports."""
+"""A test's own tritonserver on free ports, and its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.runtime import RuntimeDirectory
 from tiny_model import START_TIMEOUT_S
 
 
@@ -20,3 +21,17 @@ def running_server(config: EngineConfig, log_path: Path) -> Iterator[TritonServe
         yield server
     finally:
         server.stop()
+
+
+def rank_pids(runtime: RuntimeDirectory) -> set[int]:
+    found = set()
+    for pid in runtime.processes():
+        with suppress(OSError):  # the process has just ended
+            if b"fastserve_backend.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def rank_pid(runtime: RuntimeDirectory) -> int:
+    (pid,) = rank_pids(runtime)
+    return pid

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import httpx2
@@ -34,6 +33,7 @@ from launched import (
     start_server,
 )
 from model_control import ModelControl
+from running_server import rank_pid, rank_pids
 from serving_client import STATUS_HEADER, GrpcStream, metric, used_blocks
 from waiting import wait_for
 
@@ -51,20 +51,6 @@ RESTARTS = "fastserve_worker_restarts_total"
 def kill(pid: int | None) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-
-
-def rank_pids(runtime: RuntimeDirectory) -> set[int]:
-    found = set()
-    for pid in runtime.processes():
-        with suppress(OSError):  # the process has just ended
-            if b"fastserve_backend.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
-    return found
-
-
-def rank_pid(runtime: RuntimeDirectory) -> int:
-    (pid,) = rank_pids(runtime)
-    return pid
 
 
 def kill_next_rank(runtime: RuntimeDirectory, dead: set[int]) -> None:

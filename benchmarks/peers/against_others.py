@@ -93,6 +93,15 @@ class Sides:
     def engines(self) -> dict[str, WorkerProcess]:
         return {**self.ours, **self.peers}
 
+    @property
+    def urls(self) -> dict[str, str]:
+        """Of the servers, each by gRPC and by HTTP."""
+        found = {}
+        for label, server in self.servers.items():
+            found[f"{label} gRPC"] = f"grpc://{server.endpoints.grpc_url}"
+            found[f"{label} HTTP"] = server.endpoints.http_url
+        return found
+
 
 async def start_sides(arguments: argparse.Namespace, stack: AsyncExitStack) -> Sides:
     """Starts all engines. They end with the stack."""
@@ -264,14 +273,14 @@ async def measure_load(
         pause_s=_PAUSE_S,
     )
     connections: dict[str, Connection] = dict(sides.ours)
-    for label, server in sides.servers.items():
-        connections[label] = TritonConnection(f"grpc://{server.endpoints.grpc_url}", None)
+    for label, url in sides.urls.items():
+        connections[label] = TritonConnection(url, None)
     connections |= sides.peers
     session = Session(plan, lambda label, load, _: say(f"{load}, {label}"))
     try:
         await session.alternate(connections)
     finally:
-        for label in sides.servers:
+        for label in sides.urls:
             await connections[label].close()
     return session.runs
 
@@ -320,7 +329,7 @@ async def race(arguments: argparse.Namespace) -> str:
             parts.append(speed_table(speeds, ours, peers))
         if "load" in arguments.parts:
             runs = await measure_load(sides, arguments, model.vocab_size)
-            parts.append(load_table(runs, [*ours, *sides.servers], peers))
+            parts.append(load_table(runs, [*ours, *sides.urls], peers))
     return "\n".join(parts)
 
 

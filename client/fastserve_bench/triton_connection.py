@@ -1,4 +1,4 @@
-"""This project's Triton model, over gRPC."""
+"""This project's Triton model, over gRPC or HTTP."""
 
 from __future__ import annotations
 

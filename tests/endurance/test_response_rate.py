@@ -23,8 +23,6 @@ from running_server import running_server
 STREAMS, CALLS = 64, 2
 MANY_TOKENS, FEW_TOKENS = 250, 4
 ROUNDS = 7
-# The median on two cores; single runs had 4,600 to 4,800.
-RESPONSES_PER_S = 4000
 DEADLINE_S = 60.0
 
 
@@ -56,8 +54,6 @@ def test_responses_of_many_streams(
             rates.append(counts[-1] / (time.monotonic() - began_s))
     assert min(counts) >= STREAMS
     assert max(counts) <= most_tokens
-    if is_long and stream_interval == 1:
-        assert statistics.median(rates) >= RESPONSES_PER_S
     row(
         {
             "streams": STREAMS,

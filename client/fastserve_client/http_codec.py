@@ -56,7 +56,7 @@ class EventDecoder:
 
     def _decode(self, event: bytes) -> Outputs | ClientError:
         try:
-            values = json.loads(str(event, "utf-8"))  # json takes twice as long for bytes
+            values = json.loads(event)
             if "error" in values:
                 return error_from_message(str(values["error"]))
             # Triton writes a list of one element as the element.

@@ -25,7 +25,7 @@ from gateway_thread import gateway_thread
 from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
-from running_server import running_server
+from running_server import rank_pid, running_server
 from serving_client import ended_jobs, unfinished_jobs, used_blocks, wait_until_idle
 from unread_process import PIPE_BYTES, unread_process
 from waiting import wait_for
@@ -73,11 +73,12 @@ def wait_until_busy(endpoints: Endpoints, jobs: int = 1) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_goes_away_frees_its_blocks(
-    gateway: RunningGateway, endpoints: Endpoints, stream: bool, n: int
+    gateway: RunningGateway, server: TritonServer, stream: bool, n: int
 ) -> None:
+    endpoints = server.endpoints
     await asyncio.to_thread(wait_until_idle, endpoints)
     before = ended_jobs(endpoints.metrics_url, "cancelled")
-    body = {**LONG, "max_tokens": 2500, "stream": stream, "n": n}
+    body = {**LONG, "stream": stream, "n": n}
 
     async def read() -> None:
         async with (
@@ -88,6 +89,8 @@ async def test_a_client_that_goes_away_frees_its_blocks(
             async for _ in response.aiter_bytes():
                 pass
 
+    rank = rank_pid(server.runtime)
+    os.kill(rank, signal.SIGSTOP)  # else jobs might end before they are seen
     reader = asyncio.create_task(read())
     try:
         await asyncio.to_thread(wait_until_busy, endpoints, n)
@@ -95,8 +98,11 @@ async def test_a_client_that_goes_away_frees_its_blocks(
         if reader.done():
             await reader  # gives the reason
         raise
-    reader.cancel()
-    await asyncio.gather(reader, return_exceptions=True)
+    else:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+    finally:
+        os.kill(rank, signal.SIGCONT)
     await asyncio.to_thread(wait_until_idle, endpoints)
     assert ended_jobs(endpoints.metrics_url, "cancelled") == before + n
 

@@ -54,10 +54,10 @@ class AioHttpTransport:
         self._running: set[AioHttpCall] = set()
 
     def start(self, request: InferRequest, timeout_s: float | None) -> AioHttpCall:
-        call = AioHttpCall(self._url, self._post(request), request.model, self._running.discard)
+        call = AioHttpCall(
+            self._url, self._post(request), request.model, timeout_s, self._running.discard
+        )
         self._running.add(call)
-        if timeout_s is not None:
-            call.end_after(timeout_s)
         return call
 
     async def is_ready(self, model: str, timeout_s: float) -> bool:
@@ -128,7 +128,7 @@ def _proxy(endpoint: Endpoint) -> URL | None:
     )
 
 
-def _typed(url: str, error: aiohttp.ClientError) -> ClientError:
+def _http_error(url: str, error: aiohttp.ClientError) -> ClientError:
     cause = error.__cause__
     if isinstance(error, aiohttp.ServerDisconnectedError) or (
         isinstance(error, aiohttp.ClientPayloadError)
@@ -150,6 +150,7 @@ class AioHttpCall(AsyncIterator[Outputs]):
 
     Args:
         post: sends the request and returns the answer.
+        timeout_s: after this time the call ends with RequestTimeout.
         on_end: called once, when the call needs its connection no more.
     """
 
@@ -158,6 +159,7 @@ class AioHttpCall(AsyncIterator[Outputs]):
         url: str,
         post: Coroutine[None, None, aiohttp.ClientResponse],
         model: str,
+        timeout_s: float | None,
         on_end: Callable[[AioHttpCall], None],
     ) -> None:
         self._url = url
@@ -166,14 +168,12 @@ class AioHttpCall(AsyncIterator[Outputs]):
         self._posting = asyncio.create_task(post)
         self._posting.add_done_callback(_answer_of)  # no exception may be left unread
         self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s, self._end, request_timeout(url))
         self._responses: deque[Outputs] = deque()
         self._error: ClientError | None = None
         self._ended = False
-
-    def end_after(self, timeout_s: float) -> None:
-        """Ends the call with RequestTimeout once this time is over."""
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(timeout_s, self._end, request_timeout(self._url))
 
     async def __anext__(self) -> Outputs:
         while not self._responses:
@@ -181,7 +181,7 @@ class AioHttpCall(AsyncIterator[Outputs]):
                 try:
                     await self._read()
                 except aiohttp.ClientError as error:
-                    self._end(_typed(self._url, error))
+                    self._end(_http_error(self._url, error))
                 except ClientError as error:
                     self._end(error)
                 except asyncio.CancelledError:

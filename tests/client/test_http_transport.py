@@ -6,7 +6,9 @@ import gzip
 import random
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import psutil
 import pytest
@@ -54,6 +56,17 @@ def test_a_host_that_cannot_be(host: str) -> None:
         FastServeClient(f"http://{host}")
 
 
+def answer_one(
+    server: socket.socket, answer: bytes, before_closing: Callable[[], object] = lambda: None
+) -> None:
+    """Answers the first request of the next connection, and closes it."""
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(answer)
+        before_closing()
+
+
 EVENT = b'data: {"text_output": "a", "output_ids": 5, "finish_reason": "length"}\n\n'
 WHOLE_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(EVENT), EVENT)
 
@@ -91,19 +104,12 @@ async def test_a_kept_connection_that_the_server_closed_costs_no_request(
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(DEADLINE_S)
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(WHOLE_ANSWER)
-                may_close.acquire(timeout=DEADLINE_S)
-
         may_close = threading.Semaphore(0)
+        wait = partial(may_close.acquire, timeout=DEADLINE_S)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         async with AsyncFastServeClient(url) as client:
             for _ in range(3):
-                answering = pool.submit(answer)
+                answering = pool.submit(answer_one, server, WHOLE_ANSWER, wait)
                 assert (await client.generate("Hello", timeout_s=DEADLINE_S)).text == "a"
                 may_close.release()
                 answering.result(DEADLINE_S)  # blocks the loop, which so hears of nothing
@@ -139,14 +145,7 @@ def test_an_answer_that_is_not_what_it_says(monkeypatch: pytest.MonkeyPatch, enc
     head = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(DEADLINE_S)
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(head.encode() + body)
-
-        answering = pool.submit(answer)
+        answering = pool.submit(answer_one, server, head.encode() + body)
         with FastServeClient(f"http://127.0.0.1:{server.getsockname()[1]}") as client:
             with pytest.raises(ServerError, match="cannot read the answer"):
                 client.generate("Hello", timeout_s=DEADLINE_S)

@@ -25,7 +25,7 @@ from gateway_thread import gateway_thread
 from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
-from running_server import rank_pid, running_server
+from running_server import rank_stopped, running_server
 from serving_client import ended_jobs, unfinished_jobs, used_blocks, wait_until_idle
 from unread_process import PIPE_BYTES, unread_process
 from waiting import wait_for
@@ -89,20 +89,16 @@ async def test_a_client_that_goes_away_frees_its_blocks(
             async for _ in response.aiter_bytes():
                 pass
 
-    rank = rank_pid(server.runtime)
-    os.kill(rank, signal.SIGSTOP)  # else jobs might end before they are seen
-    reader = asyncio.create_task(read())
-    try:
-        await asyncio.to_thread(wait_until_busy, endpoints, n)
-    except AssertionError:
-        if reader.done():
-            await reader  # gives the reason
-        raise
-    else:
+    with rank_stopped(server.runtime):  # else jobs might end before they are seen
+        reader = asyncio.create_task(read())
+        try:
+            await asyncio.to_thread(wait_until_busy, endpoints, n)
+        except AssertionError:
+            if reader.done():
+                await reader  # gives the reason
+            raise
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-    finally:
-        os.kill(rank, signal.SIGCONT)
     await asyncio.to_thread(wait_until_idle, endpoints)
     assert ended_jobs(endpoints.metrics_url, "cancelled") == before + n
 

@@ -33,7 +33,7 @@ from launched import (
     start_server,
 )
 from model_control import ModelControl
-from running_server import rank_pid, rank_pids
+from running_server import rank_pid, rank_pids, rank_stopped
 from serving_client import STATUS_HEADER, GrpcStream, metric, used_blocks
 from waiting import wait_for
 
@@ -274,14 +274,12 @@ def test_a_second_ctrl_c_ends_streams_in_flight(tiny_config: EngineConfig, tmp_p
         request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         stream = GrpcStream(endpoints.grpc_url, **request)
         stream.first_token()
-        os.kill(rank_pid(runtime), signal.SIGSTOP)  # else it would end by itself
-
-        launcher.send_signal(signal.SIGINT)
-        wait_for(runtime.drain_wanted.is_set, 5.0)
-        assert not runtime.end_wanted.is_set()
-        launcher.send_signal(signal.SIGINT)
-        wait_for(runtime.end_wanted.is_set, 5.0)
-        os.kill(rank_pid(runtime), signal.SIGCONT)
+        with rank_stopped(runtime):  # else it would end by itself
+            launcher.send_signal(signal.SIGINT)
+            wait_for(runtime.drain_wanted.is_set, 5.0)
+            assert not runtime.end_wanted.is_set()
+            launcher.send_signal(signal.SIGINT)
+            wait_for(runtime.end_wanted.is_set, 5.0)
         assert "shutting down and could not finish" in str(stream.finish().error)
         assert launcher.wait(30.0) == 0
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +13,10 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import ModelLoadError
+from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import FastServeClient
 from running_gateway import RunningGateway, running_gateway
-from running_server import rank_pid, running_server
+from running_server import rank_stopped, running_server
 from serving_client import GENERATE, GrpcStream, generate, post
 from trace_receiver import ReceivedSpan, TraceReceiver, trace_receiver
 
@@ -31,7 +31,7 @@ REQUEST = {"text_input": "hello", "max_tokens": 4, "temperature": 0.0, "ignore_e
 class Traced:
     receiver: TraceReceiver
     endpoints: Endpoints
-    rank_pid: int
+    runtime: RuntimeDirectory
     gateway: RunningGateway
 
     def wait_for_job(self, trace_id: str) -> ReceivedSpan:
@@ -53,7 +53,7 @@ def traced(tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) 
         with running_server(config, directory / "server.log") as server:
             url = f"grpc://{server.endpoints.grpc_url}"
             with running_gateway(url, directory / "gateway.log") as gateway:
-                yield Traced(receiver, server.endpoints, rank_pid(server.runtime), gateway)
+                yield Traced(receiver, server.endpoints, server.runtime, gateway)
 
 
 def new_trace() -> tuple[str, str]:
@@ -125,13 +125,11 @@ def test_a_client_that_goes_away_shows_in_both_spans(traced: Traced) -> None:
     body = {"model": "fastserve", "prompt": "hello", "max_tokens": 900, "stream": True}
     body["ignore_eos"] = True
     url = f"{traced.gateway.api_url}/completions"
-    with httpx2.stream("POST", url, json=body, headers={"traceparent": header}) as answer:
-        next(answer.iter_lines())
-        os.kill(traced.rank_pid, signal.SIGSTOP)  # else the job might end before
-    try:
+    with ExitStack() as stack:
+        with httpx2.stream("POST", url, json=body, headers={"traceparent": header}) as answer:
+            next(answer.iter_lines())
+            stack.enter_context(rank_stopped(traced.runtime))  # else the job might end before
         traced.receiver.wait_for(trace_id, "POST /v1/completions")
-    finally:
-        os.kill(traced.rank_pid, signal.SIGCONT)
     spans = traced.receiver.wait_for(trace_id, "POST /v1/completions", *JOB)
     request, job = named(spans, "POST /v1/completions", "job")
     assert request.attributes["http.response.status_code"] == 499

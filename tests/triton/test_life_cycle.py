@@ -271,7 +271,7 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
 
 def test_a_second_ctrl_c_ends_streams_in_flight(tiny_config: EngineConfig, tmp_path: Path) -> None:
     with launched_alone(tiny_config, tmp_path) as (launcher, runtime, endpoints):
-        request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
+        request = {"text_input": "a", "stream": True, "max_tokens": 3500, "ignore_eos": True}
         stream = GrpcStream(endpoints.grpc_url, **request)
         stream.first_token()
         with rank_stopped(runtime):  # else it would end by itself

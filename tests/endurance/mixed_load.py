@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx2
+from byte_tokenizer import NUM_ASCII_TOKENS
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import AsyncFastServeClient, InvalidRequest
 from fastserve_client.protocol import MODEL_NAME
@@ -191,7 +192,9 @@ class MixedLoad:
 
     async def _burst(self) -> None:
         self.num_jobs += BURST
-        prompts = [self._rng.choices(range(3, 1024), k=BURST_PROMPT) for _ in range(BURST)]
+        prompts = [
+            self._rng.choices(range(3, NUM_ASCII_TOKENS), k=BURST_PROMPT) for _ in range(BURST)
+        ]
         options: Any = {"max_tokens": BURST_OUTPUT, "ignore_eos": True}
         for answer in await asyncio.gather(
             *(self._client.generate(prompt, **options) for prompt in prompts)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from byte_tokenizer import save_byte_tokenizer
+from byte_tokenizer import NUM_ASCII_TOKENS, save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.job import FinishReason
 from fastserve_backend.serving.endpoints import Endpoints
@@ -101,8 +101,10 @@ def soak(is_long: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[So
 
 def _config(model: Path) -> EngineConfig:
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
-    save_byte_tokenizer(model)
+    # So few tokens, each with one text, that the emitters soon keep the tensors of all of them.
+    sizes = {"vocab_size": NUM_ASCII_TOKENS}
+    (model / "config.json").write_text(json.dumps(TINY_OPT | sizes), encoding="utf-8")
+    save_byte_tokenizer(model, is_ascii=True)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     # So little swap space that a burst fills it.
     small = {"device_blocks": 80, "swap_space_gib": 0.01}

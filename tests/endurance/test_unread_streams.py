@@ -28,15 +28,17 @@ AT_ONCE = 7  # the eighth place is for a client that reads
 ROUNDS, FIRST_ROUNDS = 10, 3
 DROPPED_S, HELD_MB, GAP_S = 5.0, 1.0, 1.0
 DEADLINE_S = 60.0
+# The model process keeps the tensors of tokens. That is not what a client holds.
+ONE_TOKEN = {"100": 100}
 # Kilobytes a token, so that all buffers on the way are soon full.
 WORDY = {
     "model": "fastserve", "prompt": "Hello", "max_tokens": 3000, "ignore_eos": True,
-    "stream": True, "logprobs": 20,
+    "stream": True, "logprobs": 20, "logit_bias": ONE_TOKEN,
 }  # fmt: skip
 NUM_TOKENS = 200
 PLAIN = {
     "model": "fastserve", "prompt": "Hello", "max_tokens": NUM_TOKENS, "ignore_eos": True,
-    "stream": True, "stream_options": {"include_usage": True},
+    "stream": True, "stream_options": {"include_usage": True}, "logit_bias": ONE_TOKEN,
 }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from fastserve_client import protocol
 
 from fastserve_backend.serving.responses import Response, strings
 
-# So many hold 92% of the tokens of this project's documents, eight of them at a time. A tensor
-# takes under a kB, of which 250 bytes are shared memory.
+# So many hold 92% of the tokens of this project's documents, eight of them at a time. Those of a
+# token take 3 kB, of which 500 bytes are shared memory.
 _NUM_KEPT = 2048
 _LONGEST_KEPT_TEXT = 32
 

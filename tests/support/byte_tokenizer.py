@@ -21,9 +21,10 @@ def save_byte_tokenizer(
     which leaves the other bytes out, at ``NUM_ASCII_TOKENS``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if is_ascii:
-        # A printable byte is its own character. The others have those from U+0100 on, in order.
-        unprintable = {chr(0x100 + index) for index in range(34)}
-        alphabet = [symbol for symbol in alphabet if symbol.isascii() or symbol in unprintable]
+        # A visible byte is its own character. The others, first the 34 of ASCII (0 to 32 and 127),
+        # have those from U+0100 on, in order.
+        invisible = {chr(0x100 + index) for index in range(34)}
+        alphabet = [symbol for symbol in alphabet if symbol.isascii() or symbol in invisible]
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     vocab |= {symbol: index + 4 for index, symbol in enumerate(alphabet)}
     fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_kernels.cpu import builder
 from waiting import wait_for
 
-COMMAND_TIMEOUT_S = 170.0
+# Each command imports torch and loads a model. A test has up to five of them.
+COMMAND_TIMEOUT_S = 300.0
+pytestmark = pytest.mark.timeout(900)
 PROFILE = [sys.executable, "-m", "fastserve_backend", "profile"]
 
 
@@ -53,9 +57,11 @@ def test_the_engine_measures_once_and_corrects_itself(
         measured.require(llm.engine.model_config, llm.engine.config.parallel, 16)
         llm.generate([[5] * 8] * 4, SamplingParams(max_tokens=20, ignore_eos=True))
         assert profile.decode_ratio != 1.0  # it has seen these decodes
+    as_if_quiet = replace(measured, busy=False)
+    as_if_quiet.save(path)
     written_ns = path.stat().st_mtime_ns
     with LLM(str(checkpoint), **keys) as llm:
-        assert llm.engine.profile.model == measured
+        assert llm.engine.profile.model == as_if_quiet
     assert path.stat().st_mtime_ns == written_ns
 
 
@@ -99,7 +105,8 @@ def test_sigterm_leaves_nothing_of_the_ranks(checkpoint: Path) -> None:
         )
         with process:
             try:
-                wait_for(lambda: bool(list(Path(temporary).glob("fastserve-ranks-*/*.sock"))))
+                made = partial(Path(temporary).glob, "fastserve-ranks-*/*.sock")
+                wait_for(lambda: any(made()), COMMAND_TIMEOUT_S)
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(COMMAND_TIMEOUT_S) == 128 + signal.SIGTERM
             finally:

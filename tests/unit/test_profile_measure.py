@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from fastserve_backend.errors import ConfigError
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
-from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits, brief_grid, full_grid, random_mixes
 from fastserve_backend.profile.measure import (
+    BUSY_PATIENCE,
     FULL_BUDGET_S,
     MAX_BRIEF_BUDGET_S,
     ReadyRanks,
-    cache_path,
-    cache_path_if_any,
-    load_or_measure,
     measure_briefly,
     measure_fully,
 )
-from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
 from fastserve_backend.system.clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
-from no_home import leave_without_home
 from profiles import LIMITS, LINK, identity, known_profile
 
 
@@ -55,6 +48,11 @@ class CountingExecutor(SimulatedExecutor):
 
 def ranks(executor: CountingExecutor, clock: VirtualClock, limits: Limits = LIMITS) -> ReadyRanks:
     return ReadyRanks(identity(), limits, LINK, executor, clock.now)
+
+
+def known_ranks() -> ReadyRanks:
+    clock = VirtualClock()
+    return ranks(CountingExecutor(known_profile(), clock), clock)
 
 
 def test_a_brief_measurement_finds_the_known_machine() -> None:
@@ -117,6 +115,53 @@ def test_slow_spells_do_not_show_in_the_profile() -> None:
         )
 
 
+class Contended(LatencyModel):
+    """Ranks that get a core only now and then, as on a busy machine: a step waits for up to nine
+    times as long as it runs."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(5)
+        self._waited_s = 0.0
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        own_s = known_profile().iteration_s(load)
+        wait_s = self._random.uniform(1, 9) * own_s
+        self._waited_s += wait_s
+        return own_s + wait_s
+
+    def waited_s(self, passed_s: float) -> float:
+        """As of ``ReadyRanks``."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+
+def test_waits_for_cores_do_not_show_in_the_times() -> None:
+    clock, truth, machine = VirtualClock(), known_profile(), Contended()
+    waiting = ranks(CountingExecutor(machine, clock), clock)
+    profile = measure_briefly(replace(waiting, waited_s=machine.waited_s))
+    assert profile.busy
+    for length in (4, 100, 1000):
+        assert profile.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.15)
+        assert profile.decode_s(length) == pytest.approx(truth.decode_s(length), rel=0.15)
+    longest_s = 10 * truth.prefill_s(2048)
+    assert clock.now() <= BUSY_PATIENCE * MAX_BRIEF_BUDGET_S + longest_s
+
+
+def test_load_that_nobody_counts_shows_in_the_scatter() -> None:
+    clock, truth = VirtualClock(), known_profile()
+    profile = measure_briefly(ranks(CountingExecutor(Contended(), clock), clock))
+    assert profile.busy
+    assert truth.decode_s(100) < profile.decode_s(100) < 6 * truth.decode_s(100)
+
+
+def test_a_quiet_machine_is_not_busy() -> None:
+    for measured in (
+        measure_briefly(known_ranks()),
+        measure_fully(known_ranks(), lambda share: None).profile,
+    ):
+        assert not measured.busy
+
+
 def test_every_step_is_one_that_the_engine_could_send() -> None:
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
@@ -154,83 +199,3 @@ def test_all_loads_keep_the_limits(limits: Limits, seed: int) -> None:
     assert all(limits.hold(mix) for mix in grids + mixes)
     assert grids
     assert len(mixes) == 20
-
-
-def test_the_second_start_reads_what_the_first_has_measured(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    clock = VirtualClock()
-    executor = CountingExecutor(known_profile(), clock)
-    first = load_or_measure(path, ranks(executor, clock))
-    num_steps = len(executor.steps)
-    assert num_steps > 0
-    assert load_or_measure(path, ranks(executor, clock)) == first
-    assert len(executor.steps) == num_steps
-
-
-def test_a_cached_profile_gets_the_link_that_there_was_no_host_memory_to_measure(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "profile.json"
-    clock = VirtualClock()
-    executor = CountingExecutor(known_profile(), clock)
-    without = load_or_measure(path, replace(ranks(executor, clock), link=Link(0.0, 0.0)))
-    with_link = load_or_measure(path, ranks(executor, clock))
-    assert with_link == replace(without, link=LINK) == LatencyProfile.load(path)
-    assert load_or_measure(path, replace(ranks(executor, clock), link=Link(0.0, 0.0))) == with_link
-
-
-def test_a_profile_of_smaller_batches_is_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    clock = VirtualClock()
-    executor = CountingExecutor(known_profile(), clock)
-
-    def steps_for(max_seqs: int, max_batched_tokens: int = 512) -> int:
-        num_steps = len(executor.steps)
-        limits = replace(LIMITS, max_seqs=max_seqs, max_batched_tokens=max_batched_tokens)
-        profile = load_or_measure(path, ranks(executor, clock, limits))
-        assert LatencyProfile.load(path) == profile
-        return len(executor.steps) - num_steps
-
-    assert steps_for(8) > 0
-    assert steps_for(4) == 0
-    assert steps_for(16) > 0
-    assert steps_for(8) == 0
-    assert steps_for(8, max_batched_tokens=2048) > 0  # its prefills are longer
-    assert steps_for(8) == 0
-
-
-@pytest.mark.parametrize("content", ["damaged", "foreign"])
-def test_a_damaged_or_foreign_cache_is_measured_again(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "profile.json"
-    if content == "foreign":
-        replace(known_profile(), identity=identity(hardware="another")).save(path)
-    else:
-        path.write_text("{")
-    clock = VirtualClock()
-    executor = CountingExecutor(known_profile(), clock)
-    profile = load_or_measure(path, ranks(executor, clock))
-    assert executor.steps
-    assert LatencyProfile.load(path) == profile
-
-
-def test_a_cache_that_cannot_be_written_only_costs_the_next_start(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    clock = VirtualClock()
-    executor = CountingExecutor(known_profile(), clock)
-    profile = load_or_measure(blocked / "p.json", ranks(executor, clock))
-    assert profile.decode_s(100) > 0
-
-
-def test_a_user_without_a_home_has_it_measured_at_each_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    leave_without_home(monkeypatch)
-    with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME to an absolute path"):
-        cache_path(identity())
-    path = cache_path_if_any(identity())
-    assert path is None
-    assert "anew at each start: no cache directory: got HOME None" in caplog.text
-    clock = VirtualClock()
-    executor = CountingExecutor(known_profile(), clock)
-    assert load_or_measure(path, ranks(executor, clock)).decode_s(100) > 0

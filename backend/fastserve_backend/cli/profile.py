@@ -19,15 +19,10 @@ from fastserve_backend.config_sections import START_TIMEOUT_S
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.profile.cache import cache_path, profiles_directory
 from fastserve_backend.profile.fit import Sample
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.measure import (
-    Measurement,
-    ReadyRanks,
-    cache_path,
-    measure_fully,
-    profiles_directory,
-)
+from fastserve_backend.profile.measure import Measurement, ReadyRanks, measure_fully
 from fastserve_backend.rank_protocol.messages import Setup
 from fastserve_backend.system.clock import MonotonicClock
 
@@ -149,6 +144,11 @@ def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) ->
         console.print(
             f"a KV block to the host {profile.link.block_out_s * 1e6:.0f} µs, "
             f"back {profile.link.block_in_s * 1e6:.0f} µs"
+        )
+    if profile.busy:
+        console.print(
+            "other processes used the machine meanwhile, so the times may be too long; the next "
+            "start of the engine measures again"
         )
     if profile.held_out_error is not None:
         console.print(

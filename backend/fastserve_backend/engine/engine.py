@@ -45,6 +45,7 @@ from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings
 from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
+from fastserve_backend.profile.contradiction import Contradiction
 from fastserve_backend.profile.correction import CorrectedLatency, DriftLog
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.rank_protocol.messages import Step
@@ -55,6 +56,8 @@ from fastserve_backend.system.clock import Clock, MonotonicClock
 IDLE_CHECK_S = 0.5
 # How long close() waits for the thread to end: one step, and the ranks' own time to stop.
 CLOSE_TIMEOUT_S = 60.0
+# With fewer seats, clients wait that need not: the testbed of FastServe's paper has 16.
+_FEW_SEATS = 16
 _log = logging.getLogger(__name__)
 
 
@@ -142,6 +145,7 @@ class Engine:
             ranks = self._supervisor.ranks
             self.profile = CorrectedLatency(ranks.profile)
             self._drift_log = DriftLog(self.profile)
+            self._contradiction = Contradiction()
             self._logs_requests = config.scheduler.log_requests
             self._grammars = GrammarClient(self._vocabulary, self._inbox.put)
             self._setup = LoopSetup(
@@ -179,6 +183,7 @@ class Engine:
             self._supervisor.describe(),
             self._loop.policy.describe(),
         )
+        self._warn_of_busy_profile()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -327,6 +332,7 @@ class Engine:
         ranks = self._supervisor.ranks
         if ranks.profile is not self.profile.model:
             self.profile.replace(ranks.profile)
+            self._contradiction = Contradiction()
             self._loop.policy.recalibrate()
         self._loop.resume(ranks.executor, self._new_kv())
 
@@ -400,8 +406,23 @@ class Engine:
     def _on_step_finished(self, step: Step, elapsed_s: float) -> None:
         """Correct the predictions by what the step took."""
         if self.profile.observe(IterationLoad.of_step(step), elapsed_s):
-            self._loop.policy.recalibrate()
-            self._drift_log.on_drift(self.clock.now())
+            policy = self._loop.policy
+            policy.recalibrate()
+            self._drift_log.on_drift(self.clock.now(), policy.limits.max_seqs)
+        if self._contradiction.observe(self.profile.decode_ratio):
+            self._supervisor.on_profile_contradicted()
+
+    def _warn_of_busy_profile(self) -> None:
+        limits = self._loop.policy.limits
+        num_seats = limits.max_seqs
+        are_few = limits.bound_by_times and num_seats < _FEW_SEATS
+        if are_few and self._supervisor.ranks.profile.busy:
+            _log.warning(
+                "at most %d job%s (measured on a busy machine? fastserve profile); there are more "
+                "once iterations turn out to be faster",
+                num_seats,
+                "" if num_seats == 1 else "s",
+            )
 
     # --- Parts --------------------------------------------------------------------------------
 

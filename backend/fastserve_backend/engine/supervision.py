@@ -15,8 +15,13 @@ from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.errors import ConfigError, EngineError, FastServeError
 from fastserve_backend.executor.base import OwnedExecutor
 from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.profile.cache import (
+    cache_path_if_any,
+    load_or_measure,
+    mark_contradicted,
+)
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.measure import ReadyRanks, cache_path_if_any, load_or_measure
+from fastserve_backend.profile.measure import ReadyRanks
 from fastserve_backend.rank_protocol.layer_kinds import LayerKind
 from fastserve_backend.rank_protocol.messages import Ready, Setup
 from fastserve_backend.system.clock import Clock
@@ -123,6 +128,15 @@ class RankSupervisor:
             f"{kv_config.block_size} tokens{in_int8} and {ready.num_host_blocks} on the host"
             f"{on_disk} ({kv_config.strategy})"
         )
+
+    def on_profile_contradicted(self) -> None:
+        """Iterations are far shorter than the profile says: the next start measures again."""
+        profile = self.ranks.profile
+        _log.warning(
+            "iterations are far shorter than the latency profile predicts: the machine was busy "
+            "when it was measured, and the next start measures again"
+        )
+        mark_contradicted(cache_path_if_any(profile.identity), profile)
 
     def kill(self) -> None:
         """End the ranks at once, also if they hang."""

@@ -150,7 +150,8 @@ class DistributedExecutor:
             elif isinstance(message, Ready):
                 ready[rank] = message
         self._ranks.on_all_ready()
-        return self._combine([ready[rank] for rank in sorted(ready)])
+        combined = self._combine([ready[rank] for rank in sorted(ready)])
+        return msgspec.structs.replace(combined, local_pids=self._ranks.pids)
 
     def _start_processes(self, setup: Setup) -> Setup:
         """Start the ranks of this host; returns the setup to send to all ranks."""

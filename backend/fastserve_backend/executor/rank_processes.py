@@ -97,6 +97,11 @@ class RankProcesses:
         """Number of ranks on all hosts."""
         return len(self._silent_s)
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the ranks on this host."""
+        return tuple(process.pid for process, _ in self._started)
+
     def on_message(self, rank: int) -> None:
         """A message came from the rank; heartbeats count too."""
         self._silent_s[rank] = 0.0

@@ -70,15 +70,18 @@ class DriftLog:
         self._latency = latency
         self._next_log_s = -math.inf
 
-    def on_drift(self, now: float) -> None:
-        """Predictions have moved notably."""
+    def on_drift(self, now: float, num_seats: int) -> None:
+        """Predictions have moved notably, and an iteration has at most ``num_seats`` jobs now."""
         if now < self._next_log_s:
             return
         self._next_log_s = now + _DRIFT_LOG_INTERVAL_S
         _log.info(
-            "iterations take %.2f (decode) and %.2f (with prefill) times the profile's prediction",
+            "iterations take %.2f (decode) and %.2f (with prefill) times the profile's prediction, "
+            "and have at most %d job%s",
             self._latency.decode_ratio,
             self._latency.prefill_ratio,
+            num_seats,
+            "" if num_seats == 1 else "s",
         )
 
 

@@ -167,6 +167,9 @@ class LatencyProfile(LatencyModel):
     """Most jobs in a measured batch."""
     max_prefill_tokens: int = 0
     """Tokens of the longest measured prefill."""
+    busy: bool = False
+    """Whether other processes used the machine meanwhile, or serving showed that the times are too
+    long. Then the next start measures again."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: a coefficient is negative or not finite."""

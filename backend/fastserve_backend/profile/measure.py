@@ -1,34 +1,37 @@
-"""Measure the latency profile on real ranks, or read it from the cache of an earlier start."""
+"""Measure the latency profile on real ranks."""
 
 from __future__ import annotations
 
-import logging
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import NamedTuple
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
-from fastserve_backend.profile.drift import typical_seconds
+from fastserve_backend.profile.core_waits import CoreWaits
 from fastserve_backend.profile.fit import Sample, fit, mean_error
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits, Mix, brief_grid, full_grid, random_mixes
+from fastserve_backend.profile.timings import Timing, do_scatter, shortest_seconds, show_load
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import Ready, Step
-from fastserve_backend.system.cache_directory import cache_directory
 
+# Of a step, others leave the ranks at least this share. The counts of Linux are not exact.
+_LEAST_SHARE = 0.02
 # Keeps the start short: so many times a decode of one job, but at least and at most so long. A slow
 # model is measured with shorter prompts and fewer repeats.
 _BRIEF_DECODES = 100
 MIN_BRIEF_BUDGET_S, MAX_BRIEF_BUDGET_S = 1.0, 5.0
+# Waits for cores do not count, and timings that scatter are repeated. So a start on a busy machine
+# measures for longer than that: up to so many times, or up to the maximum if that is longer.
+BUSY_PATIENCE = 2.0
 # For a user who asked for a profile, and waits for it.
 FULL_BUDGET_S = 80.0
-# After this many repeats the medians hardly move.
+# After this many repeats the shortest times hardly move.
 _MAX_ROUNDS = 7
 # Iterations longer than this many times the typical one average out disturbances by themselves.
 # Only every third round has them.
@@ -42,8 +45,6 @@ _HELD_OUT_MIXES = 24
 # As in serving, this much KV does not fit in a processor's caches. It is written in a few seconds.
 _KV_TOKENS = 8192
 _SEED = 17
-_ANEW = "the latency profile is measured anew at each start: %s"
-_log = logging.getLogger(__name__)
 
 Progress = Callable[[float], None]
 """Called with the share of the time budget that has passed."""
@@ -59,6 +60,9 @@ class ReadyRanks:
     executor: Executor
     now: Callable[[], float]
     """The clock that times steps, in seconds."""
+    waited_s: Callable[[float], float] = lambda passed_s: 0.0
+    """For how many of the ``passed_s`` seconds since the last call the ranks waited for cores, as
+    far as that is known."""
 
     @classmethod
     def of(
@@ -77,7 +81,8 @@ class ReadyRanks:
             parallel=config.parallel,
         )
         limits = Limits.of(config, model, ready.num_blocks)
-        return cls(identity, limits, link_of(ready), executor, now)
+        waits = CoreWaits(ready.local_pids)
+        return cls(identity, limits, link_of(ready), executor, now, waits.since_last)
 
 
 @dataclass(frozen=True)
@@ -87,89 +92,23 @@ class Measurement:
     """Iterations that were not used for the fit."""
 
 
-def profiles_directory() -> Path:
-    """Directory of profiles in the user's cache; it need not exist.
-
-    Raises:
-        ConfigError: there is no cache.
-    """
-    return cache_directory("profiles")
-
-
-def cache_path(identity: Identity) -> Path:
-    """File that the engine reads at its start, if it exists.
-
-    Raises:
-        ConfigError: there is no cache.
-    """
-    return profiles_directory() / f"{identity.key}.json"
-
-
-def cache_path_if_any(identity: Identity) -> Path | None:
-    """As ``cache_path``, but warns and returns None if there is no cache."""
-    try:
-        return cache_path(identity)
-    except ConfigError as error:
-        _log.warning(_ANEW, error)
-        return None
-
-
 def link_of(ready: Ready) -> Link:
     """The link to the host, as the ranks measured it."""
     return Link(ready.block_out_s, ready.block_in_s)
 
 
-def load_or_measure(path: Path | None, ranks: ReadyRanks) -> LatencyProfile:
-    """The profile in ``path``, or a brief measurement, which is saved there for the next start.
-
-    A profile in ``path`` is not used if its batches or prefills were smaller than the ranks' limits
-    allow. None: measure, and save nothing.
-    """
-    identity, limits = ranks.identity, ranks.limits
-    if path is not None and path.exists():
-        try:
-            profile = LatencyProfile.load(path)
-        except ConfigError as error:
-            _log.warning("%s", error)
-        else:
-            covers = (
-                profile.max_seqs >= limits.max_seqs
-                and profile.max_prefill_tokens >= limits.max_prefill_tokens
-            )
-            if profile.identity.key == identity.key and covers:
-                return _with_link(profile, ranks.link, path)
-    _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
-    profile = measure_briefly(ranks)
-    if path is not None:
-        try:
-            profile.save(path)
-        except OSError as error:
-            _log.warning(_ANEW, error)
-    return profile
-
-
-def _with_link(profile: LatencyProfile, link: Link, path: Path) -> LatencyProfile:
-    """Add the link to a profile of an earlier start that had no host memory to measure it."""
-    if profile.link.block_out_s or not link.block_out_s:
-        return profile
-    profile = replace(profile, link=link)
-    try:
-        profile.save(path)
-    except OSError as error:
-        _log.warning("the latency profile keeps no speed of the link: %s", error)
-    return profile
-
-
 def measure_briefly(ranks: ReadyRanks) -> LatencyProfile:
-    """A rough profile, in at most ``MAX_BRIEF_BUDGET_S``. The engine corrects it while serving."""
+    """A rough profile, in at most ``MAX_BRIEF_BUDGET_S`` of the ranks' own time. The engine
+    corrects it while serving."""
     limits = ranks.limits
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
     timer = _StepTimer(ranks)
     # The first step is slower than those after it.
-    _, decode_s = (timer.time(((0, 1, True),)) for _ in range(2))
+    _, decode_s = (timer.time(((0, 1, True),)).own_s for _ in range(2))
     budget_s = min(max(_BRIEF_DECODES * decode_s, MIN_BRIEF_BUDGET_S), MAX_BRIEF_BUDGET_S)
-    times = timer.times(mixes, budget_s, lambda share: None)
-    return _fit(ranks, _samples(mixes, times))
+    longest_s = max(MAX_BRIEF_BUDGET_S, BUSY_PATIENCE * budget_s)
+    times = timer.times(mixes, budget_s, longest_s, lambda share: None)
+    return _fit(ranks, _samples(mixes, times.seconds), busy=times.busy)
 
 
 def measure_fully(ranks: ReadyRanks, progress: Progress) -> Measurement:
@@ -178,19 +117,20 @@ def measure_fully(ranks: ReadyRanks, progress: Progress) -> Measurement:
     held_out = random_mixes(limits, _HELD_OUT_MIXES, rng)
     training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
     mixes = training + held_out
-    times = _StepTimer(ranks).times(mixes, FULL_BUDGET_S, progress)
-    profile = _fit(ranks, _samples(training, times))
-    tests = _samples(held_out, times[len(training) :])
+    times = _StepTimer(ranks).times(mixes, FULL_BUDGET_S, FULL_BUDGET_S, progress)
+    profile = _fit(ranks, _samples(training, times.seconds), busy=times.busy)
+    tests = _samples(held_out, times.seconds[len(training) :])
     error = mean_error(profile, tests) if tests else None
     return Measurement(replace(profile, held_out_error=error), tests)
 
 
-def _fit(ranks: ReadyRanks, samples: Sequence[Sample]) -> LatencyProfile:
+def _fit(ranks: ReadyRanks, samples: Sequence[Sample], *, busy: bool) -> LatencyProfile:
     limits = ranks.limits
     return replace(
         fit(ranks.identity, limits.num_blocks, ranks.link, samples),
         max_seqs=limits.max_seqs,
         max_prefill_tokens=limits.max_prefill_tokens,
+        busy=busy,
     )
 
 
@@ -203,12 +143,19 @@ def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample
     ]
 
 
+class _Times(NamedTuple):
+    seconds: list[float | None]
+    """Of each mix; None if there was no time for it."""
+    busy: bool
+    """Whether other processes used the machine meanwhile."""
+
+
 class _StepTimer:
     """Times single steps with random tokens: experts of a mixture are chosen by the tokens."""
 
     def __init__(self, ranks: ReadyRanks) -> None:
         limits = ranks.limits
-        self._executor, self._now = ranks.executor, ranks.now
+        self._executor, self._now, self._waited_s = ranks.executor, ranks.now, ranks.waited_s
         self._block_size, self._kinds = limits.block_size, limits.kinds
         self._has_windows = limits.needs.has_windows
         self._tokens = random.Random(_SEED)
@@ -219,34 +166,46 @@ class _StepTimer:
         self._num_steps = 0
 
     def times(
-        self, mixes: Sequence[Mix], budget_s: float, progress: Progress
-    ) -> list[float | None]:
-        """Typical seconds of each mix; None if there was no time for it.
+        self, mixes: Sequence[Mix], budget_s: float, longest_s: float, progress: Progress
+    ) -> _Times:
+        """The shortest time of each mix.
 
         Each round times all mixes once, in an order of its own. So a slow spell of the machine hits
         many mixes, but few repeats of each.
+
+        Args:
+            budget_s: seconds of the ranks' own time, without waits for cores. If timings scatter,
+                there are more.
+            longest_s: seconds at most, whatever the machine does.
         """
         started_s = self._now()
+        warm_up: list[Timing] = []
+        timings: list[Timing] = []
+        waited_s = 0.0
 
         def share_of_time() -> float:
-            return (self._now() - started_s) / budget_s
+            passed_s = self._now() - started_s
+            return max((passed_s - waited_s) / budget_s, passed_s / longest_s)
 
         by_size = sorted(range(len(mixes)), key=lambda i: sum(count for _, count, _ in mixes[i]))
-        first: dict[int, float] = {}
         for index in by_size:
-            if share_of_time() > _WARM_UP_SHARE and first:
+            if share_of_time() > _WARM_UP_SHARE and warm_up:
                 break
-            first[index] = self.time(mixes[index])
-            progress(share_of_time())
-        timings: list[tuple[int, float]] = []
+            warm_up.append(self.time(mixes[index], index))
+            waited_s += warm_up[-1].waited_s
+            progress(min(1.0, share_of_time()))
+        first = shortest_seconds(warm_up)
         for index in self._rounds(first):
-            if share_of_time() >= 1.0:
+            is_over = self._now() - started_s >= longest_s
+            if is_over or (share_of_time() >= 1.0 and not do_scatter(timings)):
                 break
-            timings.append((index, self.time(mixes[index])))
-            progress(share_of_time())
+            timings.append(self.time(mixes[index], index))
+            waited_s += timings[-1].waited_s
+            progress(min(1.0, share_of_time()))
         progress(1.0)
-        seconds = first | typical_seconds(timings)
-        return [seconds.get(index) for index in range(len(mixes))]
+        seconds = first | shortest_seconds(timings)
+        busy = show_load(warm_up, timings)
+        return _Times([seconds.get(index) for index in range(len(mixes))], busy)
 
     def _rounds(self, first: Mapping[int, float]) -> Iterator[int]:
         """Yields the mix to time next; ``first`` has the seconds of each in the warm-up."""
@@ -261,14 +220,16 @@ class _StepTimer:
             rng.shuffle(order)
             yield from order
 
-    def time(self, mix: Mix) -> float:
-        """Seconds of one step."""
+    def time(self, mix: Mix, number: int = 0) -> Timing:
+        """Run one step of this mix."""
         step = self._step(mix)
+        self._waited_s(0.0)  # waits before the step do not count
         started_s = self._now()
         self._executor.submit(step)
         while self._executor.collect() is None:
             pass
-        return self._now() - started_s
+        wall_s = self._now() - started_s
+        return Timing(number, wall_s, min(self._waited_s(wall_s), (1 - _LEAST_SHARE) * wall_s))
 
     def _step(self, mix: Mix) -> Step:
         # A step's order of jobs: decodes, prefills that end here, prefills that go on later.

@@ -117,6 +117,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     """Seconds to read it back."""
     disk_error: str | None = None
     """Why there are no blocks on the disk, although the configuration asks for them."""
+    local_pids: tuple[int, ...] = ()
+    """Processes of the ranks on the engine's host. The executor adds them, a rank has none."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

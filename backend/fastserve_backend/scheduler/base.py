@@ -52,9 +52,13 @@ class ChunkSizes:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchLimits:
-    """The bounds of one iteration."""
+    """The bounds of one iteration.
+
+    All policies of an engine share one object. When the iteration times drift, ``make_policy``'s
+    policy changes its ``max_seqs``, before it calls ``recalibrate`` of the others.
+    """
 
     max_seqs: int
     max_tokens: int
@@ -65,6 +69,8 @@ class BatchLimits:
     fits beside a batch of decodes."""
     chunk_sizes: ChunkSizes | None = None
     """Each iteration takes its ``prefill_chunk_tokens`` from these. None: they never change."""
+    bound_by_times: bool = False
+    """Whether the iteration times alone allow no more ``max_seqs``."""
 
     @property
     def job_tokens(self) -> int:
@@ -101,7 +107,8 @@ class BatchLimits:
         chunks = "" if chunk is None else f", prefill in chunks of {chunk}"
         if self.chunk_sizes is not None:
             chunks = f", prefill in chunks of {min(self.chunk_sizes.seconds)} to {chunk}"
-        return f"at most {self.max_seqs} jobs and {self.max_tokens} tokens an iteration{chunks}"
+        jobs = "1 job" if self.max_seqs == 1 else f"{self.max_seqs} jobs"
+        return f"at most {jobs} and {self.max_tokens} tokens an iteration{chunks}"
 
 
 class Scheduled(NamedTuple):

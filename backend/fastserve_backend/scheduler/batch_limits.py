@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 
 from fastserve_backend.config_sections import SchedulerSection
 from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes, IterationTimes
 
 # An iteration may take this share of slo_ms, which leaves a job the rest for the queue.
 _ITERATION_SHARE = 1 / 3
-# It may always take as long as this many decodes of one job, so that half of it can be prefill.
+# It may always take as long as this many decodes of one job: with fewer seats, jobs would take
+# turns, and each would wait as long for its token. And half of it can be prefill.
 _MOST_DECODES = 2.0
 # With the smallest chunk, an iteration takes as long as this many decodes. That is about the knee
 # of the profile, where computing tokens takes as long as reading the weights.
@@ -29,33 +31,61 @@ def batch_limits(
     Args:
         kv_tokens: tokens whose K and V the device can hold.
     """
+    limits = _limits(config, times, max_model_len, kv_tokens)
+    most_seats = _most_seats(config, max_model_len, kv_tokens)
+    return replace(limits, bound_by_times=limits.max_seqs < most_seats)
+
+
+def _limits(
+    config: SchedulerSection, times: IterationTimes, max_model_len: int, kv_tokens: int
+) -> BatchLimits:
     max_tokens = config.max_num_batched_tokens
-    longest_s = max(_MOST_DECODES * times.decode_s(1), _ITERATION_SHARE * config.slo_ms / 1e3)
-    max_seqs = config.max_num_seqs
-    if max_seqs == "auto":
-        max_seqs = _auto_seqs(config.most_seqs, times, longest_s, max_model_len, kv_tokens)
+    max_seqs = seats(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
     chunk = config.prefill_chunk_tokens
     if chunk == "whole":
         # Without chunks, a prompt longer than an iteration could never run.
         return BatchLimits(max_seqs, max_tokens, max_tokens if max_tokens < max_model_len else None)
-    most = max(1, max_tokens - (max_seqs - 1))  # each other job can still decode a token
+    # Each other job can still decode a token, also if there are more seats later.
+    most_seats = _most_seats(config, max_model_len, kv_tokens)
+    most = max(1, max_tokens - (most_seats - 1))
     if chunk != "auto":
         return BatchLimits(max_seqs, max_tokens, min(chunk, most))
+    longest_s = max(_MOST_DECODES * times.decode_s(1), _ITERATION_SHARE * config.slo_ms / 1e3)
     largest = _largest(most, times.prefill_s, longest_s)
     smallest = _largest(most, times.prefill_s, _KNEE_DECODES * times.decode_s(1))
     return BatchLimits(max_seqs, max_tokens, largest, _chunk_sizes(times, smallest, largest))
 
 
-def _auto_seqs(
-    most: int, times: IterationTimes, longest_s: float, max_model_len: int, kv_tokens: int
+def seats(
+    config: SchedulerSection, times: IterationTimes, *, max_model_len: int, kv_tokens: int
 ) -> int:
-    """How many jobs decode within ``longest_s`` while they fill the KV memory."""
+    """Most jobs of an iteration: ``max_num_seqs``, or how many decode in time while they fill the
+    KV memory. However slow the machine is, there are two seats if the memory has them, unless a
+    second job makes a decode take more than twice as long.
 
-    def decodes_s(num_jobs: int) -> float:
-        return times.decodes_s(num_jobs, min(max_model_len, max(1, kv_tokens // num_jobs)))
+    Args:
+        kv_tokens: as of ``batch_limits``.
+    """
+    if config.max_num_seqs != "auto":
+        return config.max_num_seqs
 
+    def excess_s(num_jobs: int) -> float:
+        """By how much too long the iteration takes. It grows with the jobs."""
+        context = min(max_model_len, max(1, kv_tokens // num_jobs))
+        longest_s = max(
+            _MOST_DECODES * times.decode_s(context), _ITERATION_SHARE * config.slo_ms / 1e3
+        )
+        return times.decodes_s(num_jobs, context) - longest_s
+
+    return _largest(_most_seats(config, max_model_len, kv_tokens), excess_s, 0.0)
+
+
+def _most_seats(config: SchedulerSection, max_model_len: int, kv_tokens: int) -> int:
+    """The most that ``seats`` returns, whatever the times are."""
+    if config.max_num_seqs != "auto":
+        return config.max_num_seqs
     by_memory = max(1, kv_tokens // min(max_model_len, _SEAT_TOKENS))
-    return _largest(min(most, by_memory), decodes_s, longest_s)
+    return min(config.most_seqs, by_memory)
 
 
 def _chunk_sizes(times: IterationTimes, smallest: int, largest: int) -> ChunkSizes | None:

@@ -80,8 +80,7 @@ class FairShares:
         self._max_model_len = max_model_len
         self._default = make_policy()
         self._default_is_free = True  # the next tenant to have jobs gets the default policy
-        self._costs = self._current_costs()
-        self._round_s = self._costs.output_s(_ROUND_TOKENS, min(_ROUND_CONTEXT, max_model_len))
+        self._derive_costs()
         self._num_joined = 0
         self._tenants: dict[str, Tenant] = {}
         self._of_rank: dict[float, Tenant] = {}
@@ -184,7 +183,7 @@ class FairShares:
         self._policy_of(job).on_predicted(job)
 
     def recalibrate(self) -> None:
-        self._costs = self._current_costs()
+        self._derive_costs()
         for policy in self._policies():
             policy.recalibrate()
 
@@ -242,8 +241,10 @@ class FairShares:
             return None
         return next(iter(self._tenants.values()))
 
-    def _current_costs(self) -> TokenCosts:
-        return TokenCosts.of(self.limits, self._times, self._max_model_len)
+    def _derive_costs(self) -> None:
+        self._costs = TokenCosts.of(self.limits, self._times, self._max_model_len)
+        context = min(_ROUND_CONTEXT, self._max_model_len)
+        self._round_s = self._costs.output_s(_ROUND_TOKENS, context)
 
     def _join(self, name: str) -> Tenant:
         """A tenant gets its first job."""

@@ -24,13 +24,14 @@ class IndexedLengths:
         self, lengths: LengthDistribution, objective: Objective, capacity: Capacity
     ) -> None:
         self.lengths = lengths
+        self.capacity = capacity
+        """That of the next ``update``."""
         self._objective: Objective = objective
-        self._capacity = capacity
         self.update()
 
     def update(self) -> None:
         """Compute the index again."""
-        self.index = GittinsIndex(self.lengths, self._objective, self._capacity)
+        self.index = GittinsIndex(self.lengths, self._objective, self.capacity)
 
 
 class LearnedLengths:
@@ -82,6 +83,15 @@ class LearnedLengths:
         if not self._outdated and news > min(_NEWS * self.num_ended, _MOST_NEWS):
             self._ended_of_index = self.num_ended
             self._outdated = [*self._of_class.values(), self.of_all]
+
+    def use_capacity(self, capacity: Capacity) -> None:
+        """The seats have changed. All indices are outdated from now on."""
+        if capacity == self._capacity:
+            return
+        self._capacity = capacity
+        self._outdated = [*self._of_class.values(), self.of_all]
+        for one in self._outdated:
+            one.capacity = capacity
 
     def may_do_upkeep(self, policy: object, now: float) -> bool:
         """Whether ``policy`` may do a part of the upkeep in its selection at ``now``, because no

@@ -13,7 +13,7 @@ from fastserve_backend.scheduler.base import (
     Policy,
     time_to_next_token,
 )
-from fastserve_backend.scheduler.batch_limits import batch_limits
+from fastserve_backend.scheduler.batch_limits import batch_limits, seats
 from fastserve_backend.scheduler.fair_shares import FairShares
 from fastserve_backend.scheduler.gittins_index import Capacity
 from fastserve_backend.scheduler.learned_lengths import LearnedLengths
@@ -30,7 +30,8 @@ class PolicyContext:
 
     config: SchedulerSection
     limits: BatchLimits
-    """Of each batch, from the configuration and the latency profile."""
+    """Of each batch, from the configuration and the latency profile. One object for all policies;
+    its ``max_seqs`` may change before a ``recalibrate``."""
     times: IterationTimes
     """How long iterations take; its answers follow the hardware as it drifts."""
     max_model_len: int
@@ -50,7 +51,9 @@ def make_policy(
 ) -> Policy:
     """The policy that ``config.policy`` names, one for each tenant of each priority in use.
 
-    Derived values come from ``times`` and the SLO.
+    Derived values come from ``times`` and the SLO. ``recalibrate`` derives the seats anew: there
+    are more if iterations have become faster, but never fewer than at the start. A machine that
+    other processes slow down would only become slower with fewer seats.
 
     Args:
         max_model_len, kv_tokens: as in ``PolicyContext``.
@@ -60,8 +63,8 @@ def make_policy(
         ConfigError: the policy cannot be loaded.
     """
     limits = batch_limits(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
-    capacity = Capacity(limits.max_seqs, kv_tokens)
-    learned = LearnedLengths(max_model_len, config.objective, capacity)
+    least_seats = limits.max_seqs
+    learned = LearnedLengths(max_model_len, config.objective, Capacity(limits.max_seqs, kv_tokens))
     context = PolicyContext(config, limits, times, max_model_len, kv_tokens, learned)
     policy_class = load_policy(config.policy)
     across = None
@@ -77,4 +80,9 @@ def make_policy(
             return for_a_tenant()
         return FairShares(for_a_tenant, times, weights, max_model_len)
 
-    return PriorityClasses(for_a_priority, across)
+    def derive_seats() -> None:
+        now = seats(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
+        limits.max_seqs = max(least_seats, now)
+        learned.use_capacity(Capacity(limits.max_seqs, kv_tokens))
+
+    return PriorityClasses(for_a_priority, across, derive_seats)

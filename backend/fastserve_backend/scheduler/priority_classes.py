@@ -42,13 +42,21 @@ class PriorityClasses:
     Each operation costs what it costs in the policies; ``walk`` calls those of all priorities.
     """
 
-    def __init__(self, make_policy: Callable[[], Policy], across: Promotion | None = None) -> None:
+    def __init__(
+        self,
+        make_policy: Callable[[], Policy],
+        across: Promotion | None = None,
+        on_recalibrate: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             across: gives turns before all priorities. None: there are none.
+            on_recalibrate: called before the policies derive anew what depends on the iteration
+                times.
         """
         self._make_policy = make_policy
         self._across = across
+        self._on_recalibrate = on_recalibrate
         self._default = _PriorityClass(0, make_policy())
         self._of_priority = {0: self._default}
         # Another thread may read the sizes meanwhile, so this is replaced and never changed.
@@ -132,6 +140,7 @@ class PriorityClasses:
         self._policy_of(job).on_predicted(job)
 
     def recalibrate(self) -> None:
+        self._on_recalibrate()
         for one in self._classes:
             one.policy.recalibrate()
 

@@ -7,21 +7,24 @@ The real engine with the embedded model on this machine's CPU. 64 long jobs shar
 memory for about half of the jobs of an iteration at their ends. Now and then a short job arrives:
 once with the priority of the long jobs, and once more urgent.
 
-"Iterations" are those that the engine sends after the job's arrival, up to the one that gives its
-first token. An iteration that already runs at the arrival is part of the time, but not of the
+Short jobs arrive while the engine's thread sends an iteration. So the engine chooses every later
+iteration with the job in its queue. "Iterations" are those later ones, up to the one that gives the
+job's first token. The iteration that is sent at the arrival is part of the time, but not of the
 number. The answers of both runs are compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import queue
 import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
@@ -29,7 +32,13 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.job import JobOutput, JobStats, ServiceLevel
 from fastserve_backend.metrics.counters import EngineCounters
-from fastserve_backend.rank_protocol.messages import Step
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    DiskCopy,
+    Step,
+    StepResult,
+)
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES
 from rich.console import Console
@@ -45,26 +54,36 @@ console = Console(width=110)
 Prompt = Sequence[int]
 
 
+class SentStep(NamedTuple):
+    sent_s: float
+    is_beside_copy: bool
+    """Whether blocks are still copied between the tiers."""
+
+
 class TimedSteps(DistributedExecutor):
-    """Real ranks. Notes when each step was sent, on the engine's clock."""
+    """Real ranks. Notes when each step was sent, on the engine's clock, and beside which copies."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent_s: list[float] = []
-        self._is_sent = threading.Condition()
+        self.sent: list[SentStep] = []
+        self._num_copies = 0
+        self.on_sent: Callable[[], None] | None = None
+        """Called on the engine's thread after each step."""
 
     def submit(self, step: Step) -> None:
-        with self._is_sent:
-            self.sent_s.append(time.monotonic())
-            self._is_sent.notify_all()
+        self.sent.append(SentStep(time.monotonic(), self._num_copies > 0))
         super().submit(step)
+        if self.on_sent is not None:
+            self.on_sent()
 
-    def wait_for_steps(self, count: int) -> None:
-        """Return when ``count`` more steps have been sent."""
-        with self._is_sent:
-            wanted = len(self.sent_s) + count
-            if not self._is_sent.wait_for(lambda: len(self.sent_s) >= wanted, DEADLINE_S):
-                raise TimeoutError(f"no {count} steps within {DEADLINE_S:g} s")
+    def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
+        self._num_copies += 1
+        super().copy(blocks)
+
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
+        result = super().collect(timeout_s)
+        self._num_copies -= isinstance(result, CopyResult)
+        return result
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,8 @@ class UrgentRun:
 
     iterations: list[int]
     """For each short job those that were sent after its arrival, until its first token."""
+    without_copies: list[int]
+    """Of these the ones that were sent while no blocks were copied between the tiers."""
     first_token_s: list[float]
     answers: list[list[int]]
     """The tokens of the long jobs, then those of the short ones."""
@@ -114,6 +135,9 @@ def run_urgent_jobs(
     """
     executor = TimedSteps()
     engine = Engine(config, make_executor=lambda: executor, check_integrity=check_integrity)
+    urgent: list[_Answer] = []
+    all_arrived = threading.Event()
+    step_numbers = itertools.count(1)
 
     def submit(prompt: Prompt, num_tokens: int, priority: int) -> _Answer:
         answer = _Answer()
@@ -121,19 +145,27 @@ def run_urgent_jobs(
         engine.submit("job", prompt, params, answer, service=ServiceLevel(priority=priority))
         return answer
 
+    def send_urgent() -> None:
+        if next(step_numbers) % STEPS_BETWEEN or all_arrived.is_set():
+            return
+        urgent.append(submit(urgent_prompts[len(urgent)], urgent_tokens, priority))
+        if len(urgent) == len(urgent_prompts):
+            all_arrived.set()
+
     try:
+        executor.on_sent = send_urgent
         long = [submit(prompt, long_tokens, 0) for prompt in long_prompts]
-        urgent = []
-        for prompt in urgent_prompts:
-            executor.wait_for_steps(STEPS_BETWEEN)
-            urgent.append(submit(prompt, urgent_tokens, priority))
+        if not all_arrived.wait(DEADLINE_S):
+            raise TimeoutError(f"the short jobs have not arrived within {DEADLINE_S:g} s")
         for answer in long:
             answer.wait()
         stats = [answer.wait() for answer in urgent]
     finally:
         engine.close()
+    waits = [_steps_until_first(one, executor.sent) for one in stats]
     return UrgentRun(
-        iterations=[_iterations(one, executor.sent_s) for one in stats],
+        iterations=[len(steps) for steps in waits],
+        without_copies=[sum(not one.is_beside_copy for one in steps) for steps in waits],
         first_token_s=[_first_token_s(one) for one in stats],
         answers=[answer.token_ids for answer in [*long, *urgent]],
         counters=engine.counters,
@@ -145,10 +177,11 @@ def random_prompts(count: int, ids: range, tokens: range, seed: int) -> list[lis
     return [[rng.choice(ids) for _ in range(rng.choice(tokens))] for _ in range(count)]
 
 
-def _iterations(stats: JobStats, sent_s: Sequence[float]) -> int:
+def _steps_until_first(stats: JobStats, sent: Sequence[SentStep]) -> list[SentStep]:
+    """Those that were sent after the job's arrival, up to the one with its first token."""
     assert stats.first_scheduled_s is not None
-    before_its_own = sum(stats.arrival_s < time_s < stats.first_scheduled_s for time_s in sent_s)
-    return before_its_own + 1
+    after = [step for step in sent if step.sent_s > stats.arrival_s]
+    return after[: sum(step.sent_s < stats.first_scheduled_s for step in after) + 1]
 
 
 def _first_token_s(stats: JobStats) -> float:

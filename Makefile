@@ -32,7 +32,7 @@ RUN_EMULATED = $(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
 
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
-.PHONY: help install run serve test test-fast test-all endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
+.PHONY: help install run serve test test-fast test-all test-hard endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
   perf-analyzer gpu-machine gpu-check check docs costs format clean
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make test    run the test suite: every test, each of its parameters' values once"
 	@echo "make test-fast   the tests that need no server, in a minute"
 	@echo "make test-all    all combinations of parameters, too; over 40 minutes on two cores"
+	@echo "make test-hard   the suite on busy cores, as another user, …, in random order; hours"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
 	@echo "make docs    write the tables of docs/configuration.md, docs/models.md and docs/gpu.md"
@@ -79,6 +80,10 @@ test-fast: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/pytest $(WORKERS) --all-combinations
 	$(MAKE) --jobs=2 --output-sync all-sm_80 all-sm_90
+
+# HARD: conditions and options, such as "busy quota --runs 3".
+test-hard: $(INSTALLED)
+	$(BIN)/python tests/support/hard_conditions.py $(HARD)
 
 # The whole length of what `make test` has in short; minutes.
 endurance: $(INSTALLED)

@@ -14,7 +14,7 @@ from hypothesis import settings
 
 # Not a conftest.py in tests/: that would put tests/ on the path, where tests/triton passes for the
 # package triton if that is missing.
-pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices", "forked_ranks")
+pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices", "skips", "forked_ranks")
 
 # An example's time depends more on the machine than on the code.
 settings.register_profile("no deadline", deadline=None)
@@ -23,6 +23,11 @@ settings.load_profile("no deadline")
 # As in ranks: threads of torch that spin for long take the cores from other workers, and from the
 # servers that are tested. OpenMP reads it when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+# To read all certificates of the system takes each new HTTP client 30 ms of processor time.
+os.environ.setdefault(
+    "SSL_CERT_FILE", str(Path(__file__).parent / "tests/support/tls/certificate.pem")
+)
 
 # A shell without job control starts background programs with Ctrl-C ignored, and what these start
 # ignores it, too. Tests interrupt programs.

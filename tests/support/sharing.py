@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -12,14 +13,41 @@ import pytest
 FIRST = ("triton", "gateway", "endurance", "distributed", "engine", "metrics", "kernels")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-order",
+        metavar="SEED",
+        type=int,
+        help="shuffle files, and the tests of each file",
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--random-order")
+    if seed is not None:
+        _shuffle(items, random.Random(seed))
     if not hasattr(config, "workerinput"):
         return  # it is no worker of xdist's
-    items.sort(key=_turn)
+    if seed is None:
+        items.sort(key=_turn)
     for item in items:
         # What xdist's scheduler reads, and what xdist 3.8 would make of the mark `xdist_group`, had
         # pytest 9.2 not renamed the attribute.
         item._id = item._id.parse(f"{item.nodeid}@{_group(item)}")  # type: ignore[attr-defined]
+
+
+def _shuffle(items: list[pytest.Item], rng: random.Random) -> None:
+    """A file's tests stay together, as its fixtures would otherwise be made again and again. A
+    test's parameters keep their order, from which ``matrices`` chooses."""
+    tests = [(item.path, item.nodeid.partition("[")[0]) for item in items]
+    places: dict[object, float] = {}
+    for path, test in tests:
+        for one in (path, test):
+            places.setdefault(one, rng.random())
+    keys = {
+        item: (places[path], places[test]) for item, (path, test) in zip(items, tests, strict=True)
+    }
+    items.sort(key=keys.__getitem__)
 
 
 def _turn(item: pytest.Item) -> int:

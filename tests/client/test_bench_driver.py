@@ -21,7 +21,7 @@ from fastserve_client.errors import (
     ServerUnavailable,
 )
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 REQUEST = Request([40, 41, 42], max_tokens=4, exact=True)
 
 

@@ -16,7 +16,7 @@ from fastserve_bench.openai_connection import OpenAIConnection
 from fastserve_bench.workload import NO_CLASS, ServiceClass
 from fastserve_client.errors import ConnectionFailed, InvalidRequest, RequestCancelled, ServerError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

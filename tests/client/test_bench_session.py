@@ -18,7 +18,7 @@ from fastserve_bench.workload import Workload
 from fastserve_client.errors import WorkloadError
 
 PAUSE_S = 0.2
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 WORKLOAD = Workload("equal:8:4", 2)
 LOADS = (Load(concurrency=1), Load(concurrency=2))
 REPEATS, WARMUP = 2, 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import socket
+from collections.abc import Iterator
 
 import pytest
 from fastserve_client import Chunk
@@ -9,10 +10,11 @@ from fastserve_client.terminal import ExitCode, Progress, TextWriter, generate_t
 
 
 @pytest.fixture(params=["grpc", "http"])
-def unused_url(request: pytest.FixtureRequest) -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"{request.param}://127.0.0.1:{probe.getsockname()[1]}"
+def unused_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Nobody listens there, nor can."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"{request.param}://127.0.0.1:{bound.getsockname()[1]}"
 
 
 class _Terminal(io.StringIO):

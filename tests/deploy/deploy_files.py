@@ -21,7 +21,7 @@ DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 PROFILES = ("gpu", "cpu")
 # Time to parse a file of a few hundred lines on a loaded machine.
-_TOOL_TIMEOUT_S = 60.0
+_TOOL_TIMEOUT_S = 120.0
 
 
 @dataclass

@@ -19,8 +19,8 @@ from waiting import wait_for
 
 _REPLACED = {"dev", "proc", "sys", "tmp", "run", "etc", "cache"}
 _ETC = ("passwd", "group", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl")
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 120.0
 
 
 @dataclass

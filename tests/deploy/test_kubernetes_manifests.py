@@ -13,7 +13,7 @@ import yaml
 from deploy_files import KUBERNETES, PROFILES, dockerfile_stage
 from fastserve_backend.serving.process import DRAIN_TIMEOUT_S
 
-_KUSTOMIZE_TIMEOUT_S = 60.0
+_KUSTOMIZE_TIMEOUT_S = 120.0
 _OVERLAYS = (*PROFILES, "fleet", "autoscaled", "inference_gateway")
 # Kinds of other projects, whose schemas no package has. docs/cluster.md says how they were checked.
 _OTHER_KINDS = {"HTTPRoute", "ScaledObject"}

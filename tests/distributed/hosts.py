@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -17,10 +18,14 @@ from pathlib import Path
 import psutil
 import pytest
 from fastserve_backend.config import EngineConfig
-from waiting import DEADLINE_S
 
 SECRET = secrets.token_hex(32)
+# Limit for processes to end after their engine or a signal.
+END_TIMEOUT_S = 120.0
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# Below the ports that Linux gives to whoever asks for any. So only another test that chooses the
+# same number can take one of these.
+CHOSEN_PORTS = range(12_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,15 @@ def namespace() -> Iterator[OtherHost]:
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need `ip` and the rights of root")
     name, cable = f"fastserve-{os.getpid()}", f"fs{os.getpid()}"
+    # Each has four addresses. Another test's would have to differ by 16384 process ids.
     subnet = f"10.213.{os.getpid() % 256}"
+    first = 4 * (os.getpid() // 256 % 64)
+    ours, theirs = f"{subnet}.{first + 1}", f"{subnet}.{first + 2}"
     commands = [
         f"link add {cable}a type veth peer name {cable}b netns {name}",
-        f"addr add {subnet}.1/30 dev {cable}a",
+        f"addr add {ours}/30 dev {cable}a",
         f"link set {cable}a up",
-        f"-n {name} addr add {subnet}.2/30 dev {cable}b",
+        f"-n {name} addr add {theirs}/30 dev {cable}b",
         f"-n {name} link set {cable}b up",
         f"-n {name} link set lo up",
     ]
@@ -57,7 +65,7 @@ def namespace() -> Iterator[OtherHost]:
             done = _ip(command)
             if done.returncode:
                 pytest.skip(f"no cable between namespaces here: {done.stderr.strip()}")
-        yield OtherHost(f"{subnet}.1", ("ip", "netns", "exec", name))
+        yield OtherHost(ours, ("ip", "netns", "exec", name))
     finally:
         _ip(f"netns del {name}")  # which removes the pair of interfaces, too
 
@@ -69,12 +77,11 @@ def _ip(arguments: str) -> subprocess.CompletedProcess[str]:
 def free_ports(address: str) -> int:
     """The first of two neighbouring ports that nobody listens on."""
     while True:
-        with ExitStack() as opened:
-            first = opened.enter_context(socket.create_server((address, 0)))
-            port: int = first.getsockname()[1]
-            with suppress(OSError):
-                opened.enter_context(socket.create_server((address, port + 1)))
-                return port
+        port = random.SystemRandom().choice(CHOSEN_PORTS)
+        with suppress(OSError), ExitStack() as opened:
+            for one in (port, port + 1):
+                opened.enter_context(socket.create_server((address, one)))
+            return port
 
 
 @contextmanager
@@ -97,7 +104,7 @@ def running(
         for one in [*family(process), process]:
             with suppress(psutil.NoSuchProcess):
                 one.send_signal(signal.SIGKILL)
-        process.wait(DEADLINE_S)
+        process.wait(END_TIMEOUT_S)
 
 
 def torchrun(config: EngineConfig, *options: str) -> list[str]:
@@ -112,11 +119,12 @@ def family(process: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-def listening(processes: Iterable[psutil.Process]) -> set[str]:
-    """Addresses at which these processes accept connections."""
-    return {
-        connection.laddr.ip
-        for one in processes
-        for connection in one.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, int]]:
+    """Addresses and ports at which these processes accept connections."""
+    found = set()
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            for connection in one.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((connection.laddr.ip, connection.laddr.port))
+    return found

@@ -7,10 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from fastserve_backend import SamplingParams
 from fastserve_backend.config import EngineConfig
@@ -18,9 +16,11 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.engine.rank_factory import RankFactory
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.job import JobOutput
+from started_processes import RANK, StartedProcesses, noting_processes
 from waiting import wait_for
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
+pytestmark = pytest.mark.timeout(600)
 # Loads a model as Triton's stub does. It prints how many ranks were started, why the model was
 # refused, and what is left.
 STUB = """
@@ -68,51 +68,53 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not list(directory.iterdir())
 
 
-def own_ranks() -> list[psutil.Process]:
-    ranks = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # another child has ended meanwhile
-            if "fastserve_backend.worker" in child.cmdline():
-                ranks.append(child)
-    return ranks
+@pytest.fixture
+def started() -> Iterator[StartedProcesses]:
+    """The processes that the test starts."""
+    with noting_processes() as noted:
+        yield noted
 
 
-def test_ranks_that_no_engine_took_end_at_once(config: EngineConfig, empty: Path) -> None:
+def test_ranks_that_no_engine_took_end_at_once(
+    config: EngineConfig, empty: Path, started: StartedProcesses
+) -> None:
     factory = RankFactory(config.parallel)
-    assert len(own_ranks()) == 2
+    assert len(started.left(RANK)) == 2
     factory.close()
-    assert not own_ranks()
+    assert not started.left(RANK)
     factory.close()
 
 
 def test_an_engine_takes_the_first_ranks_and_replaces_them(
-    config: EngineConfig, empty: Path
+    config: EngineConfig, empty: Path, started: StartedProcesses
 ) -> None:
     outputs: list[JobOutput] = []
     factory = RankFactory(config.parallel)
-    first = own_ranks()
+    first = started.of(RANK)
+    assert len(first) == 2
     engine = Engine(config, rank_factory=factory)
     try:
-        assert own_ranks() == first
+        assert started.left(RANK) == started.of(RANK) == first
         first[1].kill()
         wait_for(lambda: engine.counters.worker_restarts == 1)
         engine.submit("job", [5, 6], SamplingParams(max_tokens=2, ignore_eos=True), outputs.append)
-        wait_for(lambda: bool(outputs) and outputs[-1].finish_reason is not None)
-        assert len(own_ranks()) == 2
-        assert not set(own_ranks()) & set(first)
+        wait_for(lambda: bool(outputs) and outputs[-1].finish_reason is not None, TIMEOUT_S)
+        assert started.left(RANK) == started.of(RANK)[2:]
+        assert len(started.left(RANK)) == 2
     finally:
         engine.close()
-    assert not own_ranks()
+    assert not started.left(RANK)
 
 
 def test_ranks_of_a_refused_configuration_are_the_callers(
-    config: EngineConfig, empty: Path
+    config: EngineConfig, empty: Path, started: StartedProcesses
 ) -> None:
     factory = RankFactory(config.parallel)
     with pytest.raises(ConfigError, match="/nowhere"):
         Engine(config.with_keys(tenants_file="/nowhere"), rank_factory=factory)
+    assert len(started.left(RANK)) == 2
     factory.close()
-    assert not own_ranks()
+    assert not started.left(RANK)
 
 
 @pytest.mark.parametrize(

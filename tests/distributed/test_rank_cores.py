@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,20 @@ needs_cores = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_choice_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def kept_cores(pid: int) -> list[int]:
     """Those that the threads of a process keep, of one thread after the other."""
-    threads = sorted(int(path.name) for path in Path(f"/proc/{pid}/task").iterdir())
-    affinities = map(os.sched_getaffinity, threads)
-    return [core for cores in affinities if len(cores) == 1 for core in cores]
+    kept = []
+    for thread in sorted(int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()):
+        with suppress(ProcessLookupError):  # it has just ended
+            cores = os.sched_getaffinity(thread)
+            kept += cores if len(cores) == 1 else []
+    return kept
 
 
 @needs_cores

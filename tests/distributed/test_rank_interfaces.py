@@ -33,6 +33,6 @@ def test_ranks_of_one_host_meet_on_loopback(
         env=environment | place | own,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert joined.stdout.strip() == expected, joined.stderr

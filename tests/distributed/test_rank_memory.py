@@ -5,18 +5,19 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+import huge_pages
 import noting_rank
 import psutil
 import pytest
 import torch
-from parallel_models import ranks_of, run_ranks_by, started_ranks
+from engine_ranks import ranks_of
+from parallel_models import run_ranks_by, started_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MIB = 2**20
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+pytestmark = pytest.mark.timeout(600)
 has_huge_pages = (
-    HUGE_PAGES.exists()
-    and "[never]" not in HUGE_PAGES.read_text()
+    huge_pages.are_allowed()
     and platform.libc_ver()[0] == "glibc"
     and tuple(map(int, platform.libc_ver()[1].split("."))) >= (2, 35)
 )
@@ -75,26 +76,23 @@ def test_peak_memory_is_that_of_the_part(large_llama: tuple[Path, int], small_op
             assert peak - without < part + SLACK_BYTES
 
 
-def _huge_page_bytes(rank: psutil.Process) -> int:
-    lines = Path(f"/proc/{rank.pid}/smaps_rollup").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("AnonHugePages:")]
-    return int(line.split()[1]) * 1024
-
-
 @pytest.mark.skipif(not has_huge_pages, reason="this system has no huge pages, or an older glibc")
 def test_weights_are_in_huge_pages(
     large_llama: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, model_bytes = large_llama
+    if not huge_pages.are_free(model_bytes):
+        pytest.skip("this machine's free memory has too few huge pages")
     options = {"device_blocks": 8, "swap_space_gib": 0}
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     with started_ranks(directory, **options) as (executor, _):
         (rank,) = ranks_of(executor)
         # Linux may lack some that are free.
-        assert _huge_page_bytes(rank) > model_bytes / 2
+        assert huge_pages.huge_page_bytes(rank.pid) > model_bytes / 2
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")  # the user's own choice
     with started_ranks(directory, **options) as (executor, _):
         (rank,) = ranks_of(executor)
-        assert _huge_page_bytes(rank) < model_bytes / 2
+        assert huge_pages.huge_page_bytes(rank.pid) < model_bytes / 2
 
 
 def test_no_rank_takes_memory_before_all_have_seen_what_is_free(

@@ -12,11 +12,13 @@ import job_steps
 import numpy as np
 import pytest
 from fastserve_backend.errors import EngineError
+from fastserve_backend.executor import rank_processes
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.rank_protocol.messages import Step, StepResult
 from job_steps import run_turns
-from parallel_models import DEADLINE_S, run_ranks_by, started_ranks
+from parallel_models import run_ranks_by, started_ranks
 from test_flights import prefill
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -63,13 +65,16 @@ def test_ranks_of_a_stage_get_the_tokens_of_the_first(two_ranks: DistributedExec
 
 
 def test_a_thread_answers_for_a_rank_that_goes_on(
-    two_ranks: DistributedExecutor, behind: tuple[DistributedExecutor, Popen[bytes]]
+    two_ranks: DistributedExecutor,
+    behind: tuple[DistributedExecutor, Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor, process = behind
     expected = [token_ids for token_ids, _, _ in generate(two_ranks, ahead=False)]
     assert [token_ids for token_ids, _, _ in generate(executor, ahead=True)] == expected
     for step_id in range(2):
         executor.submit(prefill(step_id, 0))
+    monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", DEADLINE_S)  # it is not killed
     executor.close()
     assert process.returncode == 0
 

@@ -12,7 +12,7 @@ from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fuzzed_values import VOCAB_SIZE
-from running_gateway import RunningGateway, running_gateway
+from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
 from serving_client import wait_until_idle
 from tiny_model import TINY_OPT, engine_options
@@ -101,7 +101,9 @@ def unharmed(chatty_server: TritonServer, chatty_gateway: RunningGateway) -> Ite
     """Checks that a module's tests leave the same processes, no job and no open connection."""
     server, gateway = psutil.Process(chatty_server.pid), chatty_gateway.process
     stub = chatty_server.runtime.stub_pid()
-    assert httpx2.get(f"{chatty_gateway.url}/health").is_success  # then it has its connection
+    assert httpx2.get(
+        f"{chatty_gateway.url}/health", timeout=REQUEST_TIMEOUT_S
+    ).is_success  # then it has its connection
     wait_until_idle(chatty_server.endpoints)
     num_sockets = connections(server), connections(psutil.Process(gateway.pid))
     yield

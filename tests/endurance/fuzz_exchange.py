@@ -15,7 +15,7 @@ from fuzzed_http import HttpRequest
 from fuzzed_requests import Request
 from tritonclient.grpc import service_pb2
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 CLOSED, LATE = "closed", "late"
 """Kinds of failure: the connection ended without a whole answer, or no answer came in time."""
 _CALLS = "/inference.GRPCInferenceService/"

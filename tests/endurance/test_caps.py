@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -61,7 +59,7 @@ async def test_each_open_request_ends_once(
             if response.error_message:
                 assert FULL in response.error_message
                 refused.append(response.error_message)
-                os.kill(rank, signal.SIGCONT)
+                held.close()
                 continue
             one = response.infer_response
             finals[one.id] += one.parameters["triton_final_response"].bool_param
@@ -78,7 +76,8 @@ async def test_each_open_request_ends_once(
             stream(requests(start, min(number, start + REQUESTS_OF_STREAM)), timeout=DEADLINE_S)
             for start in starts
         ]
-        with rank_stopped(chatty_server.runtime) as rank:  # until the queue has been full
+        with ExitStack() as held:
+            held.enter_context(rank_stopped(chatty_server.runtime))  # until the queue has been full
             await asyncio.gather(*map(read, calls))
     seconds = time.monotonic() - began_s
 

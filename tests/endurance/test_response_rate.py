@@ -23,7 +23,7 @@ from running_server import running_server
 STREAMS, CALLS = 64, 2
 MANY_TOKENS, FEW_TOKENS = 250, 4
 ROUNDS = 7
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @pytest.mark.parametrize("stream_interval", [1, 8])

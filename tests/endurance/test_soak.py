@@ -16,6 +16,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +39,11 @@ pytestmark = pytest.mark.timeout(1200)
 
 REQUESTS_PER_S = 20.0
 ROUND_S, NUM_ROUNDS, WARM_UP_ROUNDS = 60.0, 10, 3
-SHORT_ROUND_S, NUM_SHORT_ROUNDS = 2.5, 2
+SHORT_ROUND_S, NUM_SHORT_ROUNDS, MOST_SHORT_ROUNDS = 2.5, 2, 6
 # Allowed growth: a share of the memory after the warm-up, or this much if that is more.
 MOST_GROWTH, MOST_SHORT_GROWTH, GRAIN_BYTES = 0.05, 0.5, 1 << 20
 # Time for closed connections and idle threads to go.
-SETTLE_S, SETTLE_TIMEOUT_S = 0.5, 30.0
+SETTLE_S, SETTLE_TIMEOUT_S = 0.5, 60.0
 MIB = 1 << 20
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 # Words in the processes' command lines.
@@ -123,7 +124,14 @@ def _soak(
     num_rounds = NUM_ROUNDS if is_long else NUM_SHORT_ROUNDS
     num_warm = WARM_UP_ROUNDS if is_long else 1
     readings: list[Reading] = []
-    for number in range(1, num_rounds + 1):
+    number = 0
+    while number < num_rounds or (
+        # A pool of threads may have grown with the last round's load. A leak goes on.
+        not is_long
+        and number < MOST_SHORT_ROUNDS
+        and readings[-1].counts() != readings[-2].counts()
+    ):
+        number += 1
         asyncio.run(load.run(round_s, REQUESTS_PER_S))
         wait_for(lambda: _is_over(load, endpoints), SETTLE_TIMEOUT_S)
         if number >= num_warm:
@@ -161,13 +169,25 @@ def _settled_reading(runtime: RuntimeDirectory, pids: dict[str, int]) -> Reading
 
 def _read(runtime: RuntimeDirectory, pids: dict[str, int]) -> Reading:
     found = dict(pids)
-    for pid in runtime.processes():
-        words = " ".join(psutil.Process(pid).cmdline())
-        found |= {name: pid for name, part in PROCESSES.items() if part in words}
+    for pid in _oldest_first(runtime.processes()):
+        with suppress(psutil.Error):  # it has just ended
+            words = " ".join(psutil.Process(pid).cmdline())
+            for name, part in PROCESSES.items():
+                if part in words:
+                    # One that another process has just forked still has its words.
+                    found.setdefault(name, pid)
     names = Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*")
     return Reading(
         {name: Holdings.of(found[name]) for name in NAMES}, frozenset(path.name for path in names)
     )
+
+
+def _oldest_first(pids: list[int]) -> list[int]:
+    started_s = {}
+    for pid in pids:
+        with suppress(psutil.Error):  # it has just ended
+            started_s[pid] = psutil.Process(pid).create_time()
+    return sorted(started_s, key=lambda pid: (started_s[pid], pid))
 
 
 def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, object], None]) -> None:
@@ -191,14 +211,16 @@ def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, obje
 def test_what_a_process_has_stays(
     name: str, soak: Soak, is_long: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    first, *others = (reading.holdings[name] for reading in soak.readings)
+    first, *others = holdings = [reading.holdings[name] for reading in soak.readings]
     most_growth = MOST_GROWTH if is_long else MOST_SHORT_GROWTH
     limit = max(first.memory_bytes * (1 + most_growth), first.memory_bytes + GRAIN_BYTES)
     for other in others:
         assert other.pid == first.pid
-        assert other.num_descriptors == first.num_descriptors
-        assert other.num_threads == first.num_threads
         assert other.memory_bytes <= limit
+    before, *after = holdings if is_long else holdings[-2:]
+    for other in after:
+        assert other.num_descriptors == before.num_descriptors
+        assert other.num_threads == before.num_threads
     growth = others[-1].memory_bytes / first.memory_bytes - 1
     record_property("after warm-up, MiB", f"{first.memory_bytes / MIB:.1f}")
     record_property("at the end, MiB", f"{others[-1].memory_bytes / MIB:.1f}")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend import LLM
+from live_engine import wait_until_free
 from small_model import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE
 from transformers import OPTConfig, OPTForCausalLM
-from waiting import wait_for
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +61,4 @@ def llm(checkpoint: Path, tokenizer: Path) -> Iterator[LLM]:
         check_integrity=True,
     ) as shared:
         yield shared
-
-        def is_empty() -> bool:
-            snapshot = shared.engine.snapshot()
-            return snapshot.free_blocks == snapshot.num_blocks
-
-        wait_for(is_empty)  # a step that was sent ahead may still run for a job that has ended
+        wait_until_free(shared)

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-from collector import Collector
-from fastserve_backend import LLM, SamplingParams
-from waiting import DEADLINE_S
+from fastserve_backend import LLM
+from waiting import wait_for
 
 
 @contextmanager
@@ -20,19 +18,12 @@ def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterat
         yield llm
 
 
-def start_job(llm: LLM, params: SamplingParams) -> Collector:
-    """Submits a job, and returns when it has its first token."""
-    sink = Collector()
-    llm.engine.submit("j", [5], params, sink)
-    assert sink.started.wait(DEADLINE_S)
-    return sink
+def wait_until_free(llm: LLM) -> None:
+    """Waits until no job has device blocks. A step that was sent ahead may still run for a job that
+    has ended."""
 
+    def is_free() -> bool:
+        snapshot = llm.engine.snapshot()
+        return snapshot.free_blocks == snapshot.num_blocks
 
-def rank_of(llm: LLM) -> psutil.Process:
-    (rank,) = [
-        child
-        for child in psutil.Process().children()
-        if "fastserve_backend.worker" in child.cmdline()
-        and f"{llm.engine._supervisor.ranks.executor._address}" in " ".join(child.cmdline())  # type: ignore[attr-defined]
-    ]
-    return rank
+    wait_for(is_free)

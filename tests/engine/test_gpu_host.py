@@ -35,10 +35,10 @@ from fastserve_kernels.kv_quantization import dequantize, quantize
 from job_steps import TURNS, run_turns
 from test_gpu_steps import CPU, MODELS, empty_cache, generate, model_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from waiting import DEADLINE_S
 
 # Padded rows hold any values.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
-DEADLINE_S = 30.0
 LIMITS = StepLimits(max_jobs=5, max_tokens=32, max_model_len=32)
 
 

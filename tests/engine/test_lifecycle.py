@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from collector import Collector
+from collector import Collector, Trigger
+from engine_ranks import executor_of, held_job, rank_hold, rank_of
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.errors import ConfigError, DrainingError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
-from live_engine import rank_of, small_engine, start_job
+from live_engine import small_engine, wait_until_free
+from started_processes import RANK, has_ended, noting_processes
 from waiting import DEADLINE_S, wait_for
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
@@ -24,15 +31,17 @@ LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer: Path) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
         engine = llm.engine
-        sinks = [Collector() for _ in range(12)]
-        numbers = [engine.submit(f"j{n}", [5] * 8, LONG, sink) for n, sink in enumerate(sinks)]
-        assert sinks[0].started.wait(DEADLINE_S)
-        for number in (*numbers, 10**9):  # running, preempted and waiting jobs, and an unknown one
-            engine.cancel(number)
-            engine.cancel(number)
+        with rank_hold(llm) as hold:
+            sinks = [Trigger(20, hold.stop), *(Collector() for _ in range(11))]
+            numbers = [engine.submit(f"j{n}", [5] * 8, LONG, sink) for n, sink in enumerate(sinks)]
+            hold.wait()
+            # Running, preempted and waiting jobs, and an unknown one.
+            for number in (*numbers, 10**9):
+                engine.cancel(number)
+                engine.cancel(number)
         for sink in sinks:
             assert sink.wait().finish_reason is FinishReason.CANCELLED
-        wait_for(lambda: engine.snapshot().free_blocks == 60)
+        wait_until_free(llm)
         assert sum(engine.snapshot().level_sizes) == 0
         assert engine.counters.finished["cancelled"] == 12
         (after,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
@@ -53,11 +62,13 @@ def test_the_directory_for_temporary_files_may_have_any_name(
 def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) -> None:
     with small_engine(checkpoint, tokenizer, max_queued_requests=3) as llm:
         sinks = [Collector() for _ in range(3)]
-        numbers = [llm.engine.submit("j", [5], LONG, sink) for sink in sinks]
-        with pytest.raises(OverloadedError, match="3 requests are queued already"):
-            llm.engine.submit("j", [5], LONG, Collector())
-        for number in numbers:
-            llm.engine.cancel(number)
+        with rank_hold(llm) as hold:
+            hold.stop()
+            numbers = [llm.engine.submit("j", [5], LONG, sink) for sink in sinks]
+            with pytest.raises(OverloadedError, match="3 requests are queued already"):
+                llm.engine.submit("j", [5], LONG, Collector())
+            for number in numbers:
+                llm.engine.cancel(number)
         for sink in sinks:
             sink.wait()
         # There are more prompts than queue places: the offline class submits them as room appears.
@@ -78,15 +89,23 @@ def test_draining_finishes_what_was_accepted(checkpoint: Path, tokenizer: Path) 
             llm.engine.submit("j", [5], LONG, Collector())
 
 
+def has_news(llm: LLM) -> bool:
+    """Whether somebody has told the engine something that it has not read."""
+    return bool(select.select([llm.engine._inbox.descriptor], [], [], 0)[0])
+
+
 def test_closing_cancels_what_runs_and_leaves_nothing_behind(
     checkpoint: Path, tokenizer: Path
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
-        sink = start_job(llm, LONG)
         rank = rank_of(llm)
-        directory = Path(llm.engine._supervisor.ranks.executor._directory.name)  # type: ignore[attr-defined]
+        directory = Path(executor_of(llm)._directory.name)  # type: ignore[union-attr]
         assert directory.stat().st_mode & 0o777 == 0o700
-        llm.close()
+        with held_job(llm, LONG) as (_, sink):
+            closing = threading.Thread(target=llm.close)
+            closing.start()
+            wait_for(lambda: has_news(llm) or sink.end is not None)
+        closing.join()
         assert sink.wait().finish_reason is FinishReason.CANCELLED
         assert not rank.is_running()
         assert not directory.exists()
@@ -101,9 +120,14 @@ def test_a_stop_signal_to_all_processes_leaves_the_ranks_to_the_engine(
     checkpoint: Path, tokenizer: Path
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
-        sink = start_job(llm, LONG)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            rank_of(llm).send_signal(number)
+        rank = rank_of(llm)
+
+        def stop_all() -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                rank.send_signal(number)
+
+        sink = Trigger(1, stop_all)
+        llm.engine.submit("j", [5], LONG, sink)
         assert sink.wait().finish_reason is FinishReason.LENGTH
         assert llm.engine.counters.worker_restarts == 0
 
@@ -122,9 +146,6 @@ def test_a_raising_sink_disturbs_nobody(checkpoint: Path, tokenizer: Path) -> No
 
 
 def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenizer: Path) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, threading; from fastserve_backend import LLM\n"
         f"llm = LLM({str(checkpoint)!r}, tokenizer={str(tokenizer)!r}, device_blocks=40)\n"
@@ -133,9 +154,10 @@ def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenize
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         assert host.stdout.readline() == "up\n"
-        (rank,) = psutil.Process(host.pid).children()
+        # It is ready, so it has long become this program.
+        (rank,) = [one for one in psutil.Process(host.pid).children() if RANK in one.cmdline()]
         os.kill(host.pid, signal.SIGKILL)
-    wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    wait_for(partial(has_ended, rank))
 
 
 def test_weights_beyond_the_memory_are_refused(tmp_path: Path) -> None:
@@ -164,8 +186,10 @@ def test_what_cannot_start_says_why_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(psutil.Process().children())
-    with pytest.raises((ConfigError, ModelError), match=message):
+    with (
+        noting_processes() as started,
+        pytest.raises((ConfigError, ModelError), match=message),
+    ):
         LLM(str(checkpoint), **({"load_format": "dummy"} | options))
     assert list(tmp_path.iterdir()) == []
-    assert set(psutil.Process().children()) <= before
+    assert not started.left(RANK)

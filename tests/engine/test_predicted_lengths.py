@@ -13,9 +13,10 @@ from fastserve_backend.length_prediction import client as client_module
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.saved_state import FILE_NAME
 from live_engine import small_engine
+from started_processes import StartedProcesses, noting_processes
 from waiting import wait_for
 
-LOAD_S = 60.0
+LOAD_S = 120.0
 # Long enough that predictions come while they run.
 SHORT = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
@@ -24,8 +25,17 @@ EACH = [SHORT, LONG, SHORT, LONG]
 
 
 @pytest.fixture(scope="module")
-def predicting(
-    checkpoint: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+def started() -> Iterator[StartedProcesses]:
+    with noting_processes() as noted:
+        yield noted
+
+
+@pytest.fixture(scope="module")
+def predicting_engine(
+    checkpoint: Path,
+    tokenizer: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    started: StartedProcesses,
 ) -> Iterator[LLM]:
     """An engine whose predictor finds a damaged file of an earlier start, which must not matter."""
     directory = tmp_path_factory.mktemp("lengths")
@@ -33,11 +43,18 @@ def predicting(
     with small_engine(
         checkpoint, tokenizer, policy="speculative", length_prediction_dir=str(directory)
     ) as llm:
-        wait_for(lambda: predictions_of(llm)._client.is_loaded, LOAD_S)
         yield llm
         assert llm.engine.drain(LOAD_S)
         assert not predictions_of(llm)._unfinished
         assert all_counted(llm)
+
+
+@pytest.fixture
+def predicting(predicting_engine: LLM) -> LLM:
+    """The engine, whose predictor has loaded. An earlier test may have ended the one before."""
+    client = predictions_of(predicting_engine)._client
+    wait_for(lambda: client.is_loaded, LOAD_S)
+    return predicting_engine
 
 
 def predictions_of(llm: LLM) -> JobPredictions:
@@ -45,13 +62,8 @@ def predictions_of(llm: LLM) -> JobPredictions:
     return llm.engine.predictions
 
 
-def predictor_of(llm: LLM) -> psutil.Process:
-    (predictor,) = [
-        child
-        for child in psutil.Process().children()
-        if "fastserve_backend.length_prediction" in child.cmdline()
-    ]
-    return predictor
+def newest_predictor(started: StartedProcesses) -> psutil.Process:
+    return started.of("fastserve_backend.length_prediction")[-1]
 
 
 def all_counted(llm: LLM) -> bool:
@@ -78,7 +90,7 @@ def test_lengths_are_learned_from_jobs_and_then_predicted(
 ) -> None:
     predictions = predictions_of(predicting)
     assert answers(predicting) == expected
-    wait_for(lambda: predictions.num_entries == len(PROMPTS))
+    wait_for(lambda: predictions.num_entries >= len(PROMPTS), LOAD_S)
 
     def predicted_from_neighbours() -> bool:
         assert answers(predicting) == expected
@@ -94,42 +106,54 @@ def test_lengths_are_learned_from_jobs_and_then_predicted(
     assert sum(errors.counts) <= counters.predictions.total()
 
 
-def test_a_job_that_was_cut_off_teaches_nothing(predicting: LLM) -> None:
-    predictions = predictions_of(predicting)
+def test_a_job_that_was_cut_off_teaches_nothing(
+    predicting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = predictions_of(predicting)._client
+    lessons: list[int | None] = []
+    tell_end = client.tell_end
+
+    def noting(number: int, num_tokens: int | None) -> None:
+        lessons.append(num_tokens)
+        tell_end(number, num_tokens)
+
+    monkeypatch.setattr(client, "tell_end", noting)
     cut_off = SamplingParams(min_tokens=2, max_tokens=2, temperature=0)
-    taught_before = predictions.num_entries
-    finished = predicting.engine.counters.finished
-    length_before = finished["length"]
     predicting.generate("Who was Ramses?", cut_off, progress=False)
-    wait_for(lambda: finished["length"] == length_before + 1)
-    # The predictor was told of that end before this one's, and learns only this one.
     predicting.generate("Name five rivers.", SHORT, progress=False)
-    wait_for(lambda: predictions.num_entries > taught_before)
-    assert predictions.num_entries == taught_before + 1
+    assert lessons == [None, SHORT.max_tokens]
 
 
 def test_a_killed_predictor_costs_no_job_anything(
-    predicting: LLM, expected: list[list[int]]
+    predicting: LLM,
+    started: StartedProcesses,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     predictions = predictions_of(predicting)
     down_before = predictions.counters.fallbacks["down"]
-    first = predictor_of(predicting)
-    first.kill()
-    wait_for(lambda: not predictions._client.is_loaded)
-    assert answers(predicting) == expected
-    assert predictions.counters.fallbacks["down"] > down_before
+    first = newest_predictor(started)
+    with monkeypatch.context() as patch:
+        patch.setattr(predictions._client, "is_needed", lambda: False)  # the next one waits
+        first.kill()
+        wait_for(lambda: not predictions._client.is_loaded)
+        assert answers(predicting) == expected
+        assert predictions.counters.fallbacks["down"] == down_before + len(PROMPTS)
+    predictions._client.start()
     wait_for(lambda: predictions._client.is_loaded, LOAD_S)
-    assert predictor_of(predicting) != first
+    assert newest_predictor(started) != first
     wait_for(lambda: all_counted(predicting))
 
 
 def test_a_stopped_predictor_costs_no_job_anything(
-    predicting: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    predicting: LLM,
+    started: StartedProcesses,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     predictions = predictions_of(predicting)
-    wait_for(lambda: predictions._client.is_loaded, LOAD_S)
     slow_before = predictions.counters.fallbacks["slow"]
-    stopped = predictor_of(predicting)
+    stopped = newest_predictor(started)
     stopped.send_signal(signal.SIGSTOP)
     assert answers(predicting) == expected
     assert predictions.counters.fallbacks["slow"] == slow_before + len(PROMPTS)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,9 +23,11 @@ from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings, default_directory
 from fastserve_backend.system import helper_process
 from no_home import leave_without_home
+from started_processes import has_ended, noting_processes
 from waiting import wait_for
 
-LOAD_S = 60.0
+LOAD_S = 120.0
+PREDICTOR = "fastserve_backend.length_prediction"
 CAPACITY = 1000
 # Words that no file of the predictor has any reason to hold.
 WORDS = ("xylophone", "quicksilver", "marmalade", "zeppelin")
@@ -62,15 +65,6 @@ def running(directory: Path) -> Iterator[tuple[PredictorClient, Answers]]:
         client.close()
 
 
-def predictor_of(process: psutil.Process) -> psutil.Process:
-    (predictor,) = [
-        child
-        for child in process.children()
-        if "fastserve_backend.length_prediction" in child.cmdline()
-    ]
-    return predictor
-
-
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a predictor that has learned ``LESSONS`` and ended."""
@@ -93,9 +87,9 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_jobs_came_to_is_learned_though_the_process_could_not_take_it_then(
     tmp_path: Path,
 ) -> None:
-    with running(tmp_path) as (client, answers):
+    with noting_processes() as started, running(tmp_path) as (client, answers):
         wait_for(lambda: client.is_loaded, LOAD_S)
-        process = predictor_of(psutil.Process())
+        (process,) = started.of(PREDICTOR)
         process.suspend()
         for number, (text, _) in enumerate(LESSONS):
             client.ask(number, text)
@@ -130,10 +124,13 @@ def test_the_next_process_knows_what_was_learned_and_ends_with_its_engine(taught
         predicted, entries = map(int, host.stdout.readline().split())
         assert entries == len(LESSONS)
         assert predicted == pytest.approx(LENGTH, rel=0.5)
-        predictor = predictor_of(psutil.Process(host.pid))
+        # It has answered, so it has long become this program.
+        [predictor] = [
+            one for one in psutil.Process(host.pid).children() if PREDICTOR in one.cmdline()
+        ]
         assert predictor.nice() > psutil.Process(host.pid).nice()
         os.kill(host.pid, signal.SIGKILL)
-    wait_for(lambda: not predictor.is_running() or predictor.status() == psutil.STATUS_ZOMBIE)
+    wait_for(partial(has_ended, predictor))
 
 
 def test_no_word_of_a_prompt_is_on_disk(taught: Path) -> None:
@@ -149,7 +146,7 @@ def test_a_process_that_cannot_run_is_given_up_after_some_tries(
 ) -> None:
     monkeypatch.setattr(helper_process, "python_executable", lambda: "/bin/false")
     with running(tmp_path) as (client, answers):
-        wait_for(lambda: "there were 3 restarts in 10 minutes already" in caplog.text)
+        wait_for(lambda: "there were 3 restarts in 10 minutes already" in caplog.text, LOAD_S)
         client.ask(0, QUESTION)
         assert answers.wait(0) == Predicted(0, None, "down")
         client.tell_end(0, 5)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
+import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from collector import Collector
+from collector import Collector, Trigger
+from engine_ranks import executor_of, rank_of
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
-from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.job import FinishReason
 from fastserve_backend.logprobs import TokenLogprob
-from live_engine import rank_of, small_engine
+from live_engine import small_engine, wait_until_free
 from small_model import VOCAB_SIZE
+from started_processes import RANK, noting_processes
 from waiting import DEADLINE_S, wait_for
 
 NUM_JOBS = 20
+pytestmark = pytest.mark.timeout(600)
 OUTPUT = 100
 # Memory for 40% of the jobs, and quanta so short that jobs preempt each other at each token.
 UNDER_PRESSURE = {
@@ -92,18 +97,24 @@ def logprobs(client: Collector) -> list[TokenLogprob]:
     return [entry for output in client.outputs for entry in output.logprobs]
 
 
-class Trigger(Collector):
-    """Calls back at the job's n-th output, before the next one can come."""
+def signal_fresh_ranks(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> list[subprocess.Popen[bytes]]:
+    """From now on each rank gets this signal when it has started, long before it has loaded.
+    Returns the list to which they are added."""
+    fresh: list[subprocess.Popen[bytes]] = []
+    start = rank_processes._start
 
-    def __init__(self, num_outputs: int, callback: Callable[[], None]) -> None:
-        super().__init__()
-        self._num_outputs = num_outputs
-        self._callback = callback
+    def start_and_signal(
+        command: Sequence[str], environment: Mapping[str, str]
+    ) -> tuple[subprocess.Popen[bytes], int]:
+        process, pidfd = start(command, environment)
+        os.kill(process.pid, number)
+        fresh.append(process)
+        return process, pidfd
 
-    def __call__(self, output: JobOutput) -> None:
-        super().__call__(output)
-        if len(self.outputs) == self._num_outputs:
-            self._callback()
+    monkeypatch.setattr(rank_processes, "_start", start_and_signal)
+    return fresh
 
 
 @pytest.mark.parametrize(
@@ -135,7 +146,7 @@ def test_streams_under_load_outlive_a_killed_rank(
         assert counters.finished.total() == NUM_JOBS
         if options.get("strategy") != "defer":
             assert counters.swap_out_bytes > 0
-        wait_for(lambda: llm.engine.snapshot().free_blocks == 80)
+        wait_until_free(llm)
         snapshot = llm.engine.snapshot()
         assert snapshot.swapped == 0
         assert sum(snapshot.level_sizes) == 0
@@ -146,12 +157,15 @@ def test_a_stopped_rank_is_replaced(
     tokenizer: Path,
     jobs: Jobs,
     undisturbed: list[Collector],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 2.5)
     with small_engine(checkpoint, tokenizer) as llm:
-        stopped = rank_of(llm)
-        clients = [Trigger(10, lambda: stopped.send_signal(signal.SIGSTOP)), Collector()]
+        stopped, executor = rank_of(llm), executor_of(llm)
+
+        def stop() -> None:
+            stopped.suspend()
+            executor._ranks._heartbeat_timeout_s = 2.5  # of this one, not of the next
+
+        clients = [Trigger(10, stop), Collector()]
         submit(llm, jobs[1:3], clients)
         for client, other in zip(clients, undisturbed[1:3], strict=True):
             client.wait()
@@ -181,37 +195,35 @@ def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", 2 * DEADLINE_S)
-    before = set(psutil.Process().children())
-    with small_engine(checkpoint, tokenizer) as llm:
-        first = rank_of(llm)
-        (client,) = submit(llm, jobs[1:2], [Trigger(5, first.kill)])
-
-        def loading() -> set[psutil.Process]:
-            fresh = set(psutil.Process().children()) - before - {first}
-            return {rank for rank in fresh if "fastserve_backend.worker" in rank.cmdline()}
-
-        wait_for(lambda: loading() != set())
-        for fresh in loading():
-            fresh.suspend()  # it would load for ever
+    with noting_processes() as started, small_engine(checkpoint, tokenizer) as llm:
+        loading = signal_fresh_ranks(monkeypatch, signal.SIGSTOP)  # they load for ever
+        (client,) = submit(llm, jobs[1:2], [Trigger(5, rank_of(llm).kill)])
+        wait_for(lambda: bool(loading))
         began_s = time.monotonic()
         llm.close()
         assert time.monotonic() - began_s < DEADLINE_S
         assert client.wait().finish_reason is FinishReason.CANCELLED
-    assert set(psutil.Process().children()) <= before
+    assert len(started.of(RANK)) == 2
+    assert not started.left(RANK)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokenizer: Path) -> None:
-    dead = set(psutil.Process().children())  # and processes of other tests
+def test_after_three_restarts_jobs_fail_with_the_reason(
+    checkpoint: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with small_engine(checkpoint, tokenizer, max_num_seqs=2) as llm:
         long = SamplingParams(max_tokens=300, ignore_eos=True)
-        clients = submit(llm, [([5], long)] * 20)
-        wait_for(lambda: llm.engine.snapshot().running > 0)
-        for _ in range(4):  # the first rank while it serves, the others while they load
-            wait_for(lambda: bool(set(psutil.Process().children()) - dead))
-            for rank in set(psutil.Process().children()) - dead:
-                rank.kill()
-                dead.add(rank)
+        # The first rank dies while it serves, the others while they load.
+        fresh = signal_fresh_ranks(monkeypatch, signal.SIGKILL)
+        all_are_here = threading.Event()
+
+        def kill() -> None:
+            assert all_are_here.wait(DEADLINE_S)
+            rank.kill()
+
+        rank, first = rank_of(llm), Trigger(1, kill)
+        clients = submit(llm, [([5], long)] * 20, [first, *(Collector() for _ in range(19))])
+        all_are_here.set()
         reason = (
             "the model's processes failed: rank 0 died with exit code -9 "
             "(SIGKILL: probably out of memory, see the kernel's log); "
@@ -220,6 +232,7 @@ def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokeni
         for client in clients:
             output = client.wait()
             assert (output.finish_reason, output.error) == (FinishReason.ERROR, reason)
+        assert len(fresh) == 3
         assert llm.engine.gave_up
         with pytest.raises(EngineError, match=re.escape(reason)):
             submit(llm, [([5], long)])

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from installed_policy import environment_with, example, install_policies
+
+pytestmark = pytest.mark.timeout(360)
 
 HOST = """
 import sys
@@ -29,7 +32,7 @@ def test_a_registered_policy_schedules_an_engine(
         [sys.executable, "-c", HOST, str(checkpoint), str(tokenizer)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env=environment_with(tmp_path),
     )
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engine_ranks import rank_hold
 from fastserve_backend import LLM
 from fastserve_bench.workload import TraceJob, poisson_trace
 
@@ -28,6 +29,7 @@ def test_the_simulator_takes_what_the_engine_predicts_by(
 ) -> None:
     """The run's timings are recorded while the engine's own correction goes on."""
     predictions, profile = llm.engine.profile, llm.engine.profile.model
+    predictions.replace(profile)  # forgets what it has learned, which may be at its limit
     before = predictions.decode_ratio
     monkeypatch.setattr(predictions, "observe", predictions.observe)  # as it is afterwards
     run = RunLatency(predictions)
@@ -42,8 +44,10 @@ def test_the_simulator_takes_what_the_engine_predicts_by(
 def test_a_run_that_takes_too_long_is_given_up(llm: LLM) -> None:
     jobs = [TraceJob(0.0, 5, 300) for _ in range(4)]
     cancelled = llm.engine.counters.finished["cancelled"]
-    with pytest.raises(TooSlow, match="jobs had not ended"):
-        on_the_engine(llm.engine, [*jobs, TraceJob(100.0, 5, 300)], deadline_s=0.05)
+    with rank_hold(llm) as hold:
+        hold.stop()
+        with pytest.raises(TooSlow, match="jobs had not ended"):
+            on_the_engine(llm.engine, [*jobs, TraceJob(100.0, 5, 300)], deadline_s=0.05)
     # Cancelled jobs free their memory: the next job waits for none of them.
     assert len(on_the_engine(llm.engine, [TraceJob(0.0, 5, 3)])) == 1
     assert llm.engine.counters.finished["cancelled"] == cancelled + len(jobs)

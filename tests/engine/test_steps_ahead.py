@@ -21,11 +21,11 @@ from fastserve_backend.worker.worker import AnsweringThread
 from fastserve_kernels import ops
 from job_steps import run_turns
 from test_gpu_steps import MODELS, model_config
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 CPU = torch.device("cpu")
-DEADLINE_S = 20.0
 ONE_LAYER = MODELS["opt"] | {"num_hidden_layers": 1}
 
 

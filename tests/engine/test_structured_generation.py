@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from collector import Collector
+from collector import Collector, Trigger
 from fastserve_backend import LLM, SamplingParams, StructuredOutput
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason
@@ -147,8 +147,15 @@ def test_a_job_is_cancelled_while_its_grammar_is_compiled(llm: LLM) -> None:
     factors = [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]
     for_ever = StructuredOutput(json_schema={"allOf": factors})
     sink = Collector()
-    number = llm.engine.submit("j", PROMPT, SamplingParams(structured_output=for_ever), sink)
-    llm.engine.cancel(number)
+
+    def submit_and_cancel() -> None:
+        """On the engine's thread, which reads no answer between the two."""
+        number = llm.engine.submit("j", PROMPT, SamplingParams(structured_output=for_ever), sink)
+        llm.engine.cancel(number)
+
+    other = Trigger(1, submit_and_cancel)
+    llm.engine.submit("other", PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), other)
+    assert other.wait().finish_reason is FinishReason.LENGTH
     assert sink.wait().finish_reason is FinishReason.CANCELLED
 
 

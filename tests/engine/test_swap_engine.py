@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import psutil
 import pytest
 import torch
 from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult
-from fastserve_backend.worker.host_limits import check_swap_space
+from fastserve_backend.worker.host_limits import check_swap_space, host_memory
 from fastserve_backend.worker.host_store import HostStore, Int8Store, PlainStore, make_host_store
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 from fastserve_kernels.kv_quantization import dequantize, quantize
@@ -115,7 +114,7 @@ def test_int8_holds_more_blocks() -> None:
 
 
 def test_more_than_the_memory_is_the_users_error() -> None:
-    total_gib = psutil.virtual_memory().total / 2**30
+    total_gib = host_memory().total / 2**30
     check_swap_space(total_gib / 2 - 1, CPU, num_local_ranks=2)
     with pytest.raises(ConfigError, match=r"kv_cache\.swap_space_gib: got .* GiB a rank, lower it"):
         check_swap_space(total_gib / 2 + 1, CPU, num_local_ranks=2)
@@ -445,9 +444,10 @@ def test_the_model_keeps_its_threads(two_threads: None) -> None:
 @pytest.mark.parametrize(("host_dtype", "dtype"), STORES)
 def test_link_is_measured(host_dtype: HostDType, dtype: DType) -> None:
     kv, store = kv_and_store(dtype, host_dtype)
+    began_s = time.perf_counter()
     out_s, in_s = measure_link(store, len(kv), BLOCK_SIZE, CPU)
-    assert 0 < out_s < 1
-    assert 0 < in_s < 1
+    assert min(out_s, in_s) > 0
+    assert out_s + in_s < time.perf_counter() - began_s
 
 
 @pytest.mark.parametrize(("host_dtype", "dtype"), STORES)

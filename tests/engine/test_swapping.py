@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
+from live_engine import wait_until_free
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
 from waiting import wait_for
 
@@ -85,9 +87,8 @@ def assert_all_free(llm: LLM) -> None:
     job."""
     total = llm.engine.snapshot().num_host_blocks
     wait_for(lambda: llm.engine.snapshot().free_host_blocks == total)
-    snapshot = llm.engine.snapshot()
-    assert snapshot.free_blocks == snapshot.num_blocks
-    assert snapshot.swapped == 0
+    wait_until_free(llm)
+    assert llm.engine.snapshot().swapped == 0
 
 
 @pytest.mark.parametrize(("strategy", "policy"), CASES)
@@ -268,6 +269,7 @@ def test_jobs_cancelled_while_their_kv_is_on_its_way_leave_nothing(
         ends: dict[int, FinishReason] = {}
         got: dict[int, list[int]] = {}
         numbers: dict[int, int] = {}
+        known = threading.Lock()  # each job's number, before its outputs are looked at
 
         def sink_of(index: int) -> Callable[[JobOutput], None]:
             stop_after = rng.randint(1, OUTPUT - 1) if index % 3 == 0 else OUTPUT + 1
@@ -277,12 +279,14 @@ def test_jobs_cancelled_while_their_kv_is_on_its_way_leave_nothing(
                 if output.finish_reason is not None:
                     ends[index] = output.finish_reason
                 elif len(got[index]) >= stop_after:
-                    llm.engine.cancel(numbers[index])
+                    with known:
+                        llm.engine.cancel(numbers[index])
 
             return sink
 
         for index, prompt in enumerate(prompts):
-            numbers[index] = llm.engine.submit(str(index), prompt, GREEDY, sink_of(index))
+            with known:
+                numbers[index] = llm.engine.submit(str(index), prompt, GREEDY, sink_of(index))
         assert llm.engine.drain(120.0)
         assert len(ends) == 50
         for index, answer in enumerate(expected):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from collector import Collector
+from collector import Collector, Trigger
+from engine_ranks import rank_hold
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import ConfigError, InvalidRequestError, TenantLimitError
 from fastserve_backend.job import FinishReason, JobOutput, ServiceLevel
 from live_engine import small_engine
-from waiting import DEADLINE_S
+from waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -21,16 +24,25 @@ LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 
 
 class CountingCollector(Collector):
-    """Also notes how many iterations had ended at each output."""
+    """Also notes how many iterations had ended at each output.
 
-    def __init__(self, llm: LLM) -> None:
+    Args:
+        on_end: called at the last output, on the engine's thread.
+    """
+
+    def __init__(self, llm: LLM, on_end: Callable[[], object]) -> None:
         super().__init__()
         self.iterations: list[int] = []
+        self.num_before = 0
+        """Iterations that had ended when the job was submitted."""
         self._counters = llm.engine.counters
+        self._on_end = on_end
 
     def __call__(self, output: JobOutput) -> None:
         self.iterations.append(self._counters.iterations)
         super().__call__(output)
+        if output.finish_reason is not None:
+            self._on_end()
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "fcfs"}, {"policy": "skip_join_mlfq"}], ids=str)
@@ -41,18 +53,29 @@ def test_a_flood_of_one_tenant_does_not_delay_another(
     expected = [one.token_ids for one in llm.generate(prompts, SHORT, progress=False)]
     with small_engine(checkpoint, tokenizer, **options) as small:
         engine = small.engine
-        flood = [Collector() for _ in range(30)]
-        numbers = [engine.submit("flood", [5] * 20, LONG, sink, service=FLOOD) for sink in flood]
-        assert flood[0].started.wait(DEADLINE_S)
-        for prompt, tokens in zip(prompts, expected, strict=True):
-            sink = CountingCollector(small)
-            num_before = engine.counters.iterations
+        persons: list[CountingCollector] = []
+
+        def send_next() -> None:
+            """On the engine's thread, so no iteration passes between the count and the job."""
+            if len(persons) == len(prompts):
+                return
+            sink = CountingCollector(small, on_end=send_next)
+            sink.num_before = engine.counters.iterations
+            persons.append(sink)
+            prompt = prompts[len(persons) - 1]
             engine.submit("person", prompt, SHORT, sink, service=PERSON)
-            sink.wait()
+
+        flood = [Trigger(1, send_next), *(Collector() for _ in range(29))]
+        submit = partial(engine.submit, "flood", [5] * 20, LONG, service=FLOOD)
+        with rank_hold(small) as hold:
+            hold.stop()  # until the whole flood is here
+            numbers = [submit(sink) for sink in flood]
+        wait_for(lambda: len(persons) == len(prompts) and persons[-1].end is not None)
+        for sink, tokens in zip(persons, expected, strict=True):
             assert sink.token_ids == tokens
             # One iteration may run already, and one may be sent behind it.
-            assert sink.iterations[0] - num_before <= 3
-            assert sink.iterations[-1] - num_before <= NUM_TOKENS + 4
+            assert sink.iterations[0] - sink.num_before <= 3
+            assert sink.iterations[-1] - sink.num_before <= NUM_TOKENS + 4
         for number in numbers:
             engine.cancel(number)
         assert all(sink.wait().finish_reason is not FinishReason.ERROR for sink in flood)
@@ -65,10 +88,12 @@ def test_a_tenant_at_its_limit_is_refused_and_others_are_served(
     with small_engine(checkpoint, tokenizer, **options) as llm:
         submit = llm.engine.submit
         sinks = [Collector() for _ in range(4)]
-        for sink in sinks[:2]:
-            submit("a", [5] * 10, LONG, sink, service=FLOOD)
-        with pytest.raises(TenantLimitError, match="as many as it may; try again in 1 s"):
-            submit("a", [5], LONG, Collector(), service=FLOOD)
+        with rank_hold(llm) as hold:
+            hold.stop()
+            for sink in sinks[:2]:
+                submit("a", [5] * 10, LONG, sink, service=FLOOD)
+            with pytest.raises(TenantLimitError, match="as many as it may; try again in 1 s"):
+                submit("a", [5], LONG, Collector(), service=FLOOD)
         submit("b", [5] * 10, SHORT, sinks[2], service=PERSON)
         for sink in sinks[:3]:
             assert sink.wait().finish_reason is FinishReason.LENGTH

@@ -11,7 +11,7 @@ import torch
 from collector import Collector
 from decoder_checkpoints import FAMILIES
 from fastserve_backend import LLM, SamplingParams
-from live_engine import small_engine
+from live_engine import small_engine, wait_until_free
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waiting import DEADLINE_S
 
@@ -103,8 +103,7 @@ def test_conversations_go_on_from_kv_of_others(
             prompts = [turn + random_tokens(rng, rng.randint(1, 20)) for turn in turns]
             num_known.append(sum((len(turn) - 1) // 16 * 16 for turn in turns))
         source.wait()
-        snapshot = llm.engine.snapshot()
-        assert snapshot.free_blocks == snapshot.num_blocks
+        wait_until_free(llm)
     if "prefill_chunk_tokens" not in options:  # then memory lasts for all
         assert cached[0] == len(prompts) * (len(system) // 16 * 16)
         assert cached[2] - cached[1] == num_known[1]

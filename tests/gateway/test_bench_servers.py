@@ -14,10 +14,18 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
+from launched import is_serving
 from refused_command import refused_command
 from running_gateway import COMMAND, RunningGateway, running_gateway
-from running_server import running_server
-from serving_client import ended_jobs, metric, settle, used_blocks, wait_until_idle
+from running_server import rank_stopped, running_server
+from serving_client import (
+    ended_jobs,
+    metric,
+    settle,
+    unfinished_jobs,
+    used_blocks,
+    wait_until_idle,
+)
 from waiting import wait_for
 
 BENCH = [*COMMAND[:-1], "bench"]
@@ -121,7 +129,7 @@ def test_classes_reach_the_server_over_both_protocols(
     monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
     output = tmp_path / "report.json"
     url = f"grpc://{endpoints.grpc_url}"
-    settle(endpoints)
+    wait_until_idle(endpoints)
     before = kept()
     with running_gateway(url, tmp_path / "log", "--api-keys-file", str(keys)) as gateway:
         done = bench(
@@ -167,8 +175,9 @@ def test_a_full_disk_under_the_tables_is_one_line(endpoints: Endpoints, tmp_path
 
 
 def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
-    endpoints: Endpoints, tmp_path: Path
+    server: TritonServer, tmp_path: Path
 ) -> None:
+    endpoints = server.endpoints
     output = tmp_path / "report.json"
     # Half of the jobs have 2 tokens, the others more than this test has time for.
     dataset = tmp_path / "lengths.csv"
@@ -183,10 +192,15 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            # Ten tokens more than the warm-up take seconds, so the client has seen the first one.
+            # Ten jobs more than the warm-up take seconds, so the client has seen the first one.
             wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") >= before + 14, DEADLINE_S)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=DEADLINE_S)
+            with rank_stopped(server.runtime):
+                settle(endpoints)
+                number = unfinished_jobs(endpoints.metrics_url)
+                # More jobs come all the time, and none of them ends.
+                wait_for(lambda: unfinished_jobs(endpoints.metrics_url) >= number + 2, DEADLINE_S)
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()
     assert process.returncode == 130, err
@@ -262,13 +276,14 @@ def test_a_policy_runs_on_a_server_of_its_own(tiny_config: EngineConfig, tmp_pat
 
 
 def test_a_full_queue_is_counted_over_both_protocols(fragile: TritonServer, tmp_path: Path) -> None:
+    wait_for(lambda: is_serving(fragile, 0), DEADLINE_S)  # another test kills it
     output = tmp_path / "report.json"
     log_path = tmp_path / "gateway.log"
     with running_gateway(fragile.endpoints.grpc_url, log_path) as gateway:
         done = bench(
             "--url", f"triton=grpc://{fragile.endpoints.grpc_url}",
             "--url", f"gateway={gateway.api_url}", "--rates", "200", "--num-jobs", "40",
-            "--dataset", "equal:16:400", "--warmup", "1", "--output", str(output),
+            "--dataset", "equal:16:900", "--warmup", "1", "--output", str(output),
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for point in report_of(output)["points"]:
@@ -283,10 +298,15 @@ def test_a_server_that_dies_ends_the_run_with_errors(fragile: TritonServer, tmp_
     command = [
         *BENCH, "--url", f"grpc://{endpoints.grpc_url}", "--concurrency", "2", "--num-jobs", "12",
         "--dataset", "equal:16:3000", "--max-total-tokens", "4000", "--output", str(output),
+        "--warmup", "0",
     ]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    wait_for(lambda: is_serving(fragile, 0), DEADLINE_S)
+    with (
+        rank_stopped(fragile.runtime),  # so no job ends before
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process,
+    ):
         try:
-            wait_for(lambda: used_blocks(endpoints.metrics_url) > 20, DEADLINE_S)
+            wait_for(lambda: unfinished_jobs(endpoints.metrics_url) >= 2, DEADLINE_S)
             assert fragile.pid is not None
             os.kill(fragile.pid, signal.SIGKILL)
             _, err = process.communicate(timeout=DEADLINE_S)
@@ -302,12 +322,14 @@ def test_what_was_measured_before_a_server_is_gone_is_reported(
     endpoints: Endpoints, tmp_path: Path
 ) -> None:
     output = tmp_path / "report.json"
+    # So many that the gateway is gone long before the last one.
+    rates = ",".join(str(rate) for rate in range(20, 60))
     wait_until_idle(endpoints)
     before = ended_jobs(endpoints.metrics_url, "length")
     with running_gateway(endpoints.grpc_url, tmp_path / "gateway.log") as gateway:
         command = [
             *BENCH, "--url", f"triton=grpc://{endpoints.grpc_url}",
-            "--url", f"gateway={gateway.api_url}", "--rates", "20,30", "--num-jobs", "5",
+            "--url", f"gateway={gateway.api_url}", "--rates", rates, "--num-jobs", "5",
             "--dataset", "equal:16:20", "--warmup", "1", "--output", str(output),
         ]  # fmt: skip
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

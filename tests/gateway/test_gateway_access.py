@@ -11,7 +11,14 @@ import openai
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
 from openai import OpenAI
-from running_gateway import COMMAND, REQUEST_TIMEOUT_S, RunningGateway, running_gateway
+from running_gateway import (
+    COMMAND,
+    REQUEST_TIMEOUT_S,
+    START_TIMEOUT_S,
+    RunningGateway,
+    running_gateway,
+)
+from waiting import wait_for
 
 KEYS = ("sk-first-0123456789", "sk-second-~!'+/= x")
 SECRET = "the prompt that nobody may read"
@@ -60,12 +67,13 @@ def test_only_with_one_of_the_keys(guarded: RunningGateway) -> None:
         {"Authorization": b"Bearer \xff\xfe"},
     ]
     for wrong in headers:
-        refused = httpx2.get(url, headers=wrong)  # type: ignore[arg-type]
+        refused = httpx2.get(url, headers=wrong, timeout=REQUEST_TIMEOUT_S)  # type: ignore[arg-type]
         assert refused.status_code == 401
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"] == "Bearer"
     for key in KEYS:
-        assert httpx2.get(url, headers={"Authorization": f"Bearer {key}".encode()}).is_success
+        headers_of_key = {"Authorization": f"Bearer {key}".encode()}
+        assert httpx2.get(url, headers=headers_of_key, timeout=REQUEST_TIMEOUT_S).is_success
     client = OpenAI(base_url=local(guarded.api_url), api_key="sk-wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         client.completions.create(model="fastserve", prompt="Hello")
@@ -73,9 +81,11 @@ def test_only_with_one_of_the_keys(guarded: RunningGateway) -> None:
 
 def test_health_is_open_and_metrics_are_not(guarded: RunningGateway) -> None:
     url = local(guarded.url)
-    assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
-    assert httpx2.get(f"{url}/metrics").status_code == 401
-    assert httpx2.get(f"{url}/metrics", headers=authorized(KEYS[0])).is_success
+    assert httpx2.get(f"{url}/health", timeout=REQUEST_TIMEOUT_S).json() == {"status": "ok"}
+    assert httpx2.get(f"{url}/metrics", timeout=REQUEST_TIMEOUT_S).status_code == 401
+    assert httpx2.get(
+        f"{url}/metrics", headers=authorized(KEYS[0]), timeout=REQUEST_TIMEOUT_S
+    ).is_success
 
 
 def test_a_body_that_is_too_large(guarded: RunningGateway) -> None:
@@ -90,7 +100,10 @@ def test_a_body_that_is_too_large(guarded: RunningGateway) -> None:
 
     headers = authorized(KEYS[0]) | {"Content-Type": "application/json"}
     url = f"{local(guarded.api_url)}/completions"
-    assert httpx2.post(url, content=chunks(), headers=headers).status_code == 413
+    assert (
+        httpx2.post(url, content=chunks(), headers=headers, timeout=REQUEST_TIMEOUT_S).status_code
+        == 413
+    )
 
 
 def test_a_body_that_is_too_large_for_its_answers(guarded: RunningGateway) -> None:
@@ -148,32 +161,35 @@ def test_routes_and_bodies_that_are_wrong(gateway: RunningGateway) -> None:
     url = f"{gateway.api_url}/completions"
     json_type = {"Content-Type": "application/json"}
     answers = {
-        404: httpx2.get(f"{gateway.api_url}/nothing"),
-        405: httpx2.get(url),
-        415: httpx2.post(url, content=b"{}", headers={"Content-Type": "text/plain"}),
-        400: httpx2.post(url, content=b"{", headers=json_type),
+        404: httpx2.get(f"{gateway.api_url}/nothing", timeout=REQUEST_TIMEOUT_S),
+        405: httpx2.get(url, timeout=REQUEST_TIMEOUT_S),
+        415: httpx2.post(
+            url, content=b"{}", headers={"Content-Type": "text/plain"}, timeout=REQUEST_TIMEOUT_S
+        ),
+        400: httpx2.post(url, content=b"{", headers=json_type, timeout=REQUEST_TIMEOUT_S),
     }
     for status, answer in answers.items():
         assert answer.status_code == status
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
     for content in (b"", b"[]", b"null", b"[" * 100_000, b'{"model": "\\ud800"}', b"\xff"):
-        assert httpx2.post(url, content=content, headers=json_type).status_code == 400
+        assert (
+            httpx2.post(
+                url, content=content, headers=json_type, timeout=REQUEST_TIMEOUT_S
+            ).status_code
+            == 400
+        )
     for path in ("/docs", "/openapi.json"):
-        assert httpx2.get(gateway.url + path).status_code == 404
+        assert httpx2.get(gateway.url + path, timeout=REQUEST_TIMEOUT_S).status_code == 404
 
 
 def test_metrics_count_by_route_and_status(gateway: RunningGateway, client: OpenAI) -> None:
-    def count(route: str, status: int) -> float:
-        name = f'fastserve_gateway_request_seconds_count{{route="{route}",status="{status}"}} '
-        text = httpx2.get(f"{gateway.url}/metrics").text
-        lines = [line for line in text.splitlines() if line.startswith(name)]
-        return float(lines[0].removeprefix(name)) if lines else 0.0
-
-    completed, missing = count("/v1/completions", 200), count("other", 404)
+    route = "/v1/completions"
+    completed, missing = gateway.num_requests(route, 200), gateway.num_requests("other", 404)
     client.completions.create(model="fastserve", prompt="a", max_tokens=1)
-    httpx2.get(f"{gateway.url}/nothing/{'x' * 50}")
-    assert count("/v1/completions", 200) == completed + 1
-    assert count("other", 404) == missing + 1
+    gateway.get(f"/nothing/{'x' * 50}")
+    # The request before may have been counted only now.
+    wait_for(lambda: completed + 1 <= gateway.num_requests(route, 200) <= completed + 2)
+    wait_for(lambda: missing + 1 <= gateway.num_requests("other", 404) <= missing + 2)
 
 
 def test_neither_prompts_nor_keys_are_logged(guarded: RunningGateway) -> None:
@@ -199,7 +215,9 @@ def test_jobs_over_http_are_not_logged(endpoints: Endpoints, tmp_path: Path) -> 
 
 
 def refusal(*flags: str) -> str:
-    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*COMMAND, *flags], capture_output=True, text=True, timeout=START_TIMEOUT_S
+    )
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import ssl
@@ -9,11 +10,15 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
+from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RunningGateway
+from running_server import job_held
+from serving_client import ended_jobs, wait_until_idle
 from waiting import wait_for
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nginx" / "fastserve.conf"
@@ -46,7 +51,7 @@ class Proxy:
         return OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http_client)
 
     def get(self, path: str) -> httpx2.Response:
-        return httpx2.get(f"{self.url}{path}", verify=self.trust)
+        return httpx2.get(f"{self.url}{path}", verify=self.trust, timeout=REQUEST_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +61,8 @@ def proxy(gateway: RunningGateway, tmp_path_factory: pytest.TempPathFactory) -> 
         pytest.skip("nginx or openssl is not installed")
     directory = tmp_path_factory.mktemp("nginx")
     certificate, key = _certificate(directory)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     text = CONFIGURATION.read_text(encoding="utf-8")
     for old, new in (
         ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
@@ -72,8 +77,15 @@ def proxy(gateway: RunningGateway, tmp_path_factory: pytest.TempPathFactory) -> 
     main.write_text(MAIN.format(directory=directory), encoding="utf-8")
     running = Proxy(f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=certificate))
     with (
+        listener,
         (directory / "nginx.log").open("wb") as log,
-        subprocess.Popen([nginx, "-e", "stderr", "-c", str(main)], stderr=log) as process,
+        subprocess.Popen(
+            [nginx, "-e", "stderr", "-c", str(main)],
+            stderr=log,
+            # nginx takes the socket over, as at an upgrade of its program.
+            env=os.environ | {"NGINX": f"{listener.fileno()};"},
+            pass_fds=[listener.fileno()],
+        ) as process,
     ):
 
         def is_listening() -> bool:
@@ -101,12 +113,6 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-def closed_by_clients(gateway: RunningGateway) -> float:
-    name = 'fastserve_gateway_request_seconds_count{route="/v1/completions",status="499"} '
-    lines = httpx2.get(f"{gateway.url}/metrics").text.splitlines()
-    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
-
-
 def test_the_official_client_over_https(proxy: Proxy) -> None:
     with proxy.openai() as client:
         answer = client.completions.create(model="fastserve", prompt="Hello", max_tokens=4)
@@ -114,20 +120,31 @@ def test_the_official_client_over_https(proxy: Proxy) -> None:
         assert answer.usage.completion_tokens <= 4
 
 
-def test_tokens_come_one_by_one_and_leaving_cancels(proxy: Proxy, gateway: RunningGateway) -> None:
-    closed = closed_by_clients(gateway)
+def test_tokens_come_one_by_one_and_leaving_cancels(
+    proxy: Proxy, gateway: RunningGateway, server: TritonServer
+) -> None:
+    url = server.endpoints.metrics_url
+    wait_until_idle(server.endpoints)
+    cancelled = ended_jobs(url, "cancelled")
+    closed = gateway.num_requests("/v1/completions", 499)
     with proxy.openai() as client:
-        stream = client.completions.create(
-            model="fastserve",
-            prompt="Hello",
-            max_tokens=3500,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        next(iter(stream))
-        # If the proxy held this event back, the job would end before it could be cancelled.
-        stream.close()
-    wait_for(lambda: closed_by_clients(gateway) == closed + 1, REQUEST_TIMEOUT_S)
+
+        def start() -> Any:
+            stream = client.completions.create(
+                model="fastserve",
+                prompt="Hello",
+                max_tokens=3500,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            # If the proxy held this event back, the job would always have ended by now.
+            next(iter(stream))
+            return stream
+
+        with job_held(server, start) as stream:
+            stream.close()
+            wait_for(lambda: gateway.num_requests("/v1/completions", 499) > closed)
+    wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1)
 
 
 def test_only_the_api_is_outside(proxy: Proxy) -> None:
@@ -135,4 +152,4 @@ def test_only_the_api_is_outside(proxy: Proxy) -> None:
     for path in ("/metrics", "/", "/v2/health/live"):
         assert proxy.get(path).status_code == 404
     with pytest.raises(httpx2.ConnectError, match="certificate"):  # it speaks TLS
-        httpx2.get(f"{proxy.url}/health")
+        httpx2.get(f"{proxy.url}/health", timeout=REQUEST_TIMEOUT_S)

@@ -10,6 +10,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from running_gateway import running_gateway
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from waiting import wait_for
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 SHORT_S = 0.2
+STALLED_S = 15 * SHORT_S
+ATTEMPTS = 5
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
 # Without a Content-Type the gateway answers before the body.
@@ -85,6 +88,12 @@ def status(connection: socket.socket, request: bytes) -> int:
     return answer.status
 
 
+def send(connection: socket.socket, data: bytes) -> None:
+    """Sends what the gateway takes; it may close the connection before it has all."""
+    with suppress(ConnectionError):
+        connection.sendall(data)
+
+
 def rest(connection: socket.socket) -> bytes:
     """Reads until the gateway closes the connection."""
     parts: list[bytes] = []
@@ -113,7 +122,7 @@ def test_headers_have_a_limit(gateway: Gateway, before: bytes, beginning: bytes)
     with gateway.connect() as connection:
         if before:
             assert status(connection, before) == 200
-        connection.sendall(beginning.ljust(MAX_HEADER_BYTES + 1, b"a"))
+        send(connection, beginning.ljust(MAX_HEADER_BYTES + 1, b"a"))
         refusal = rest(connection)
     assert refusal.startswith(b"HTTP/1.1 431 ")
     assert b'"error"' in refusal
@@ -125,14 +134,14 @@ def test_headers_have_a_limit_that_come_at_once(gateway: Gateway, offer: bytes) 
     with gateway.connect() as connection:
         request = b"GET /live HTTP/1.1\r\nHost: localhost\r\n" + offer
         request += b"X: a\r\n" * (MAX_HEADER_BYTES // len(b"X: a\r\n")) + b"\r\n"
-        connection.sendall(request)
+        send(connection, request)
         assert rest(connection).startswith(b"HTTP/1.1 431 ")
 
 
 def test_trailers_have_the_same_limit(gateway: Gateway) -> None:
     with gateway.connect() as connection:
         assert status(connection, CHUNKED) == 415
-        connection.sendall(b"0\r\nX: ".ljust(MAX_HEADER_BYTES + 1, b"a"))
+        send(connection, b"0\r\nX: ".ljust(MAX_HEADER_BYTES + 1, b"a"))
         assert rest(connection).startswith(b"HTTP/1.1 431 ")
 
 
@@ -166,7 +175,7 @@ def test_some_requests_may_be_sent_ahead(gateway: Gateway) -> None:
 
 def test_more_are_not_kept(gateway: Gateway) -> None:
     with gateway.connect() as connection:
-        connection.sendall(MODELS * 1000)
+        send(connection, MODELS * 1000)
         assert rest(connection).count(b"HTTP/1.1 200 ") < 1000
     assert gateway.answers()
 
@@ -196,7 +205,7 @@ def test_large_ones_may_not_be_sent_ahead(gateway: Gateway) -> None:
         connection.sendall(JOB)
         wait_for(lambda: gateway.pictures.is_running)
         size = HIGH_WATER_LIMIT + 1
-        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % size + b" " * size)
+        send(connection, POST + b"Content-Length: %d\r\n\r\n" % size + b" " * size)
         assert rest(connection) == b""
         wait_for(lambda: not gateway.pictures.is_running)
 
@@ -234,7 +243,7 @@ def test_they_are_not_taken_up(
 
 def test_with_more_of_them_than_may_be_sent_ahead(gateway: Gateway) -> None:
     with gateway.connect() as connection:
-        connection.sendall((MODELS[:-2] + H2C + b"\r\n") * 1000)
+        send(connection, (MODELS[:-2] + H2C + b"\r\n") * 1000)
         assert len(statuses(rest(connection))) < 1000
     assert gateway.answers()
 
@@ -341,28 +350,41 @@ def test_an_answer_may_take_longer(gateway: Gateway, monkeypatch: pytest.MonkeyP
 def test_who_reads_nothing_is_gone(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, timeout: str
 ) -> None:
-    monkeypatch.setattr(http_connection, "UNREAD_TIMEOUT_S", DEADLINE_S)
-    monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(http_connection, "UNREAD_TIMEOUT_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", 2 * DEADLINE_S)
     monkeypatch.setattr(http_connection, timeout, SHORT_S)
     with gateway.connect() as connection:
         connection.sendall(EVENTS)
-        wait_for(lambda: gateway.pictures.is_watched)
-        wait_for(lambda: not gateway.pictures.is_watched, DEADLINE_S / 2)
+        wait_for(lambda: gateway.pictures.num_shown > 0)
+        wait_for(lambda: not gateway.pictures.is_watched, DEADLINE_S)
 
 
 def test_who_reads_slowly_is_not(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", 15 * SHORT_S)
+    monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", STALLED_S)
+    # On a busy machine the reader itself may stand still for longer than it may.
+    assert any(stays_for(gateway, 4 / 3 * STALLED_S) for _ in range(ATTEMPTS))
+
+
+def stays_for(gateway: Gateway, seconds: float) -> bool:
+    """Whether a client that reads slowly is still served after this time. Fails if it is not,
+    though it never stood still."""
+    longest_pause_s = 0.0
     with socket.socket() as connection:
         # Small segments as in a network: the loopback device reports room only after 64 KiB.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         connection.connect(gateway.address)
         connection.sendall(EVENTS)
-        until_s = time.monotonic() + 20 * SHORT_S
-        while time.monotonic() < until_s:
-            assert connection.recv(1 << 12)
+        began_s = last_s = time.monotonic()
+        while last_s < began_s + seconds:
+            if not connection.recv(1 << 12):
+                assert longest_pause_s > STALLED_S / 2
+                return False
             time.sleep(SHORT_S / 4)
-        assert gateway.pictures.is_watched
+            now_s = time.monotonic()
+            longest_pause_s = max(longest_pause_s, now_s - last_s)
+            last_s = now_s
+        return True
 
 
 def test_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:

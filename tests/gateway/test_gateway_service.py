@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.engine_state import ListedJob
 from fastserve_client.errors import error_from_message
@@ -24,11 +25,14 @@ from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import RunningGateway, running_gateway
 from running_server import running_server
-from serving_client import wait_until_idle
+from serving_client import unfinished_jobs
 from starlette.testclient import TestClient
+from waiting import DEADLINE_S, wait_for
 
 KEY_FILE = "chat:sk-chat\nops:2:sk-ops:-5\nslow:1:sk-slow:2\nsk-bare\n:sk-odd:1:2\n"
-LONG = 2000
+# Tokens of a prompt, by which its job is found among others.
+OWN_LENGTH = 37
+LONG = 3000
 PROMPT: dict[str, Any] = {"model": "fastserve", "prompt": "Hello"}
 
 
@@ -72,18 +76,29 @@ def bearer(key: str) -> dict[str, str]:
 # --- what the server gets -----------------------------------------------------------------------
 
 
-async def running_job(endpoints: Endpoints, client: OpenAI, **fields: Any) -> ListedJob:
-    """The only job of the server, while it answers a request with these fields."""
-    await asyncio.to_thread(wait_until_idle, endpoints)
-    url = f"grpc://{endpoints.grpc_url}"
+async def running_job(server: TritonServer, client: OpenAI, **fields: Any) -> ListedJob:
+    """The server's job of a request with these fields."""
     extra_body = {"ignore_eos": True, **fields.pop("extra_body", {})}
-    answer = client.completions.create(
-        **PROMPT, max_tokens=LONG, stream=True, extra_body=extra_body, **fields
-    )
-    with answer as stream:
-        next(iter(stream))
-        async with AsyncFastServeClient(url) as watcher, watcher.watch(0.05) as states:
-            (job,) = (await anext(states)).jobs
+    create = partial(
+        client.completions.create, model="fastserve", prompt=[5] * OWN_LENGTH, max_tokens=LONG,
+        stream=True, extra_body=extra_body, **fields,
+    )  # fmt: skip
+    url = f"grpc://{server.endpoints.grpc_url}"
+    # Watched from before the job on: pictures wait for a reader that is slower than the job.
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        AsyncFastServeClient(url) as watcher,
+        watcher.watch(0.05) as states,
+    ):
+        await anext(states)
+        answer = asyncio.create_task(asyncio.to_thread(create))
+        async for state in states:
+            found = [job for job in state.jobs if job.prompt_tokens == OWN_LENGTH]
+            if found:
+                break
+    (await answer).close()
+    wait_for(lambda: unfinished_jobs(server.endpoints.metrics_url) == 0)
+    (job,) = found
     return job
 
 
@@ -105,9 +120,9 @@ ROUTER_HEADERS = {"x-llm-d-slo-ttft-ms": "1500", "x-llm-d-slo-tpot-ms": "62.5"}
     ],
 )
 async def test_a_job_has_what_its_request_asks_for(
-    endpoints: Endpoints, client: OpenAI, fields: Any, service: tuple[Any, ...]
+    server: TritonServer, client: OpenAI, fields: Any, service: tuple[Any, ...]
 ) -> None:
-    job = await running_job(endpoints, client, **fields)
+    job = await running_job(server, client, **fields)
     assert (job.priority, job.tenant, job.ttft_slo_s, job.tpot_slo_s) == service
 
 
@@ -125,16 +140,16 @@ async def test_a_job_has_what_its_request_asks_for(
     ],
 )
 async def test_the_key_says_who_the_tenant_is(
-    endpoints: Endpoints, guarded: RunningGateway, key: str, fields: Any, service: tuple[int, str]
+    server: TritonServer, guarded: RunningGateway, key: str, fields: Any, service: tuple[int, str]
 ) -> None:
     with guarded.client(key) as client:
-        job = await running_job(endpoints, client, extra_body=fields)
+        job = await running_job(server, client, extra_body=fields)
     assert (job.priority, job.tenant) == service
 
 
 def test_requests_are_counted_by_tenant(guarded: RunningGateway) -> None:
     def counted() -> dict[str, float]:
-        lines = httpx2.get(f"{guarded.url}/metrics", headers=bearer("sk-bare")).text.splitlines()
+        lines = guarded.get("/metrics", key="sk-bare").text.splitlines()
         name = "fastserve_gateway_tenant_requests_total"
         pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(name))
         return {labels.removeprefix(name): float(number) for labels, number in pairs}
@@ -146,7 +161,9 @@ def test_requests_are_counted_by_tenant(guarded: RunningGateway) -> None:
             client.completions.create(**PROMPT, extra_body={"priority": -1})
     for status in (200, 403):
         labels = f'{{status="{status}",tenant="chat"}}'
-        assert counted()[labels] == before.get(labels, 0.0) + 1
+        wanted = before.get(labels, 0.0) + 1
+        # A request is counted a moment after its client has the answer.
+        wait_for(lambda labels=labels, wanted=wanted: counted().get(labels) == wanted)
 
 
 # --- what the client gets -----------------------------------------------------------------------
@@ -301,7 +318,7 @@ def limited(
 
 def test_one_tenants_limit_is_not_anothers(limited: RunningGateway) -> None:
     with limited.client("sk-chat") as chat, limited.client("sk-ops") as ops:
-        chat.completions.create(**PROMPT, max_tokens=80, extra_body={"ignore_eos": True})
+        chat.completions.create(**PROMPT, max_tokens=100, extra_body={"ignore_eos": True})
         with pytest.raises(openai.RateLimitError) as refused:
             chat.completions.create(**PROMPT, max_tokens=1)
         assert ops.completions.create(**PROMPT, max_tokens=1).choices

@@ -22,7 +22,7 @@ from byte_tokenizer import NUM_BYTE_TOKENS, save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from openai import OpenAI
 from pydantic import BaseModel
-from running_gateway import COMMAND, RunningGateway, running_gateway
+from running_gateway import COMMAND, START_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
 from tiny_model import TINY_OPT, engine_options
 
@@ -263,7 +263,7 @@ def test_unknown_fields_of_tools_are_named(client: OpenAI) -> None:
 
 def test_an_unknown_format_keeps_the_gateway_from_starting() -> None:
     command = [*COMMAND, "--port", "0", "--tool-format", "other"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert done.returncode == 1
     assert "tool_format: got 'other'; must be one of auto, none, harmony" in done.stderr
 
@@ -273,7 +273,7 @@ def test_the_example_of_the_documentation(gateway: RunningGateway) -> None:
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         here = code.replace("http://127.0.0.1:9000", gateway.url)
         done = subprocess.run(
-            [sys.executable, "-c", here], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", here], capture_output=True, text=True, timeout=START_TIMEOUT_S
         )
         assert done.returncode == 0, done.stderr
         assert "get_weather" in done.stdout

@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx2
 import pytest
 from relay import Relay
-from running_gateway import RunningGateway, running_gateway
+from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 
 LATENCY_S = 0.05
 PROXY_KEEPS_S = 1.0
-GATEWAY_KEEPS_S = 3
+GATEWAY_KEEPS_S = 10
 # Idle times of the proxy's connections, just below and just above its limit.
 IDLE_S = [PROXY_KEEPS_S + step / 100 for step in range(-20, 21, 4)]
 
@@ -38,7 +38,7 @@ def test_no_request_is_lost_while_a_proxy_lets_go_of_its_connection(far_url: str
     limits = httpx2.Limits(keepalive_expiry=PROXY_KEEPS_S)
 
     def statuses(idle_s: float) -> list[int]:
-        with httpx2.Client(limits=limits) as proxy:
+        with httpx2.Client(limits=limits, timeout=REQUEST_TIMEOUT_S) as proxy:
             first = proxy.get(far_url).status_code
             time.sleep(idle_s)
             return [first, proxy.get(far_url).status_code]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import Anthropic
-from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway
-from serving_client import ended_jobs
+from running_server import job_held
+from serving_client import ended_jobs, wait_until_idle
 from waiting import wait_for
 
 CAPITAL = "What is the capital of France? Answer in one word."
@@ -178,12 +180,23 @@ def test_what_the_server_refuses_is_named(
     assert raised.value.body["error"]["message"].startswith(f"{name}: got ")
 
 
-def test_a_client_that_goes_away_ends_its_job(client: Anthropic, chat_endpoints: Endpoints) -> None:
-    cancelled = ended_jobs(chat_endpoints.metrics_url, "cancelled")
+def test_a_client_that_goes_away_ends_its_job(
+    client: Anthropic, chat_gateway: RunningGateway, chat_server: TritonServer
+) -> None:
+    url = chat_server.endpoints.metrics_url
+    wait_until_idle(chat_server.endpoints)
+    cancelled = ended_jobs(url, "cancelled")
+    closed = chat_gateway.num_requests("/v1/messages", 499)
     endless = {"extra_body": {"temperature": 0, "ignore_eos": True}}
-    with client.messages.stream(
-        **body(user("Tell a long story."), max_tokens=1500, **endless)
-    ) as stream:
-        assert next(iter(stream)).type == "message_start"
-        assert any(event.type == "text" for event in stream)  # it streams
-    wait_for(lambda: ended_jobs(chat_endpoints.metrics_url, "cancelled") == cancelled + 1)
+    with ExitStack() as stack:
+
+        def start() -> None:
+            fields = body(user("Tell a long story."), max_tokens=1500, **endless)
+            stream = stack.enter_context(client.messages.stream(**fields))
+            assert next(iter(stream)).type == "message_start"
+            assert any(event.type == "text" for event in stream)  # it streams
+
+        with job_held(chat_server, start):
+            stack.close()
+            wait_for(lambda: chat_gateway.num_requests("/v1/messages", 499) > closed)
+    wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1)

@@ -11,6 +11,7 @@ from lone_gateway import settings
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
+from waiting import DEADLINE_S
 
 SECRET = "the prompt that nobody may read"
 PARENT = {"traceparent": f"00-{7:032x}-{9:016x}-01"}
@@ -31,7 +32,8 @@ class TracedGateway:
 
 
 @pytest.fixture
-def traced() -> Iterator[TracedGateway]:
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[TracedGateway]:
+    monkeypatch.setattr("fastserve_client.tracer.CLOSE_TIMEOUT_S", DEADLINE_S)
     exporter = InMemorySpanExporter()
     tracer = Tracer("fastserve-gateway", exporter, "memory")
     app = create_app(settings(), tracer)

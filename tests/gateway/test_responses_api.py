@@ -8,11 +8,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
 from pydantic import BaseModel
 from running_gateway import RunningGateway
-from serving_client import ended_jobs
+from running_server import job_held
+from serving_client import ended_jobs, wait_until_idle
 from waiting import wait_for
 
 CAPITAL = "What is the capital of France? Answer in one word."
@@ -169,12 +170,23 @@ def test_ignored_fields_are_named(chat_gateway: RunningGateway) -> None:
     assert answer.headers["FastServe-Ignored-Fields"] == "color, reasoning.effort"
 
 
-def test_a_client_that_goes_away_ends_its_job(client: OpenAI, chat_endpoints: Endpoints) -> None:
-    cancelled = ended_jobs(chat_endpoints.metrics_url, "cancelled")
-    events = client.responses.create(
-        input="Tell a long story.", stream=True, extra_body={"ignore_eos": True}, **GREEDY
-    )
-    assert next(iter(events)).type == "response.created"
-    assert any(event.type == "response.output_text.delta" for event in events)  # it streams
-    events.close()
-    wait_for(lambda: ended_jobs(chat_endpoints.metrics_url, "cancelled") == cancelled + 1)
+def test_a_client_that_goes_away_ends_its_job(
+    client: OpenAI, chat_gateway: RunningGateway, chat_server: TritonServer
+) -> None:
+    url = chat_server.endpoints.metrics_url
+    wait_until_idle(chat_server.endpoints)
+    cancelled = ended_jobs(url, "cancelled")
+    closed = chat_gateway.num_requests("/v1/responses", 499)
+
+    def start() -> Any:
+        events = client.responses.create(
+            input="Tell a long story.", stream=True, extra_body={"ignore_eos": True}, **GREEDY
+        )
+        assert next(iter(events)).type == "response.created"
+        assert any(event.type == "response.output_text.delta" for event in events)  # it streams
+        return events
+
+    with job_held(chat_server, start) as events:
+        events.close()
+        wait_for(lambda: chat_gateway.num_requests("/v1/responses", 499) > closed)
+    wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1)

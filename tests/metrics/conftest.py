@@ -52,4 +52,4 @@ def server(log_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session")
 def traffic(server: TritonServer) -> Traffic:
-    return drive(server.endpoints)
+    return drive(server)

@@ -5,11 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from running_server import rank_stopped
 from scrape import Scrape
-from serving_client import Answer, GrpcStream, generate
+from serving_client import (
+    SETTLE_REFUSALS,
+    Answer,
+    GrpcStream,
+    generate,
+    settle,
+    unfinished_jobs,
+)
 from waiting import wait_for
 
 BLOCK_SIZE = 16
@@ -22,11 +31,13 @@ FIRST_TURN_TOKENS = 30  # of the session with two turns
 """Of one request with a prompt of three tokens and one token of output."""
 # No first token comes as soon as the one, and a token a minute is slower than any machine here.
 TTFT_SLO_MS, TPOT_SLO_MS = 0.001, 60e3
-NUM_STREAMS = 48  # long, as values are published only twice a second
-MOST_ROUNDS = 5  # on a busy machine no value may be published while jobs are in every state
+NUM_STREAMS = 48
+MOST_ROUNDS = 5
 PROMPT_TOKENS = 500
 OUTPUT_TOKENS = 40  # 34 blocks a job in the end
-IDLE_TIMEOUT_S, STREAMS_TIMEOUT_S = 30.0, 60.0
+IDLE_TIMEOUT_S, STREAMS_TIMEOUT_S = 60.0, 120.0
+PROBE_TOKENS = 100  # between two looks at the states of jobs
+SHOWN_S = 1.5  # metrics are published every half second
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,9 @@ class Traffic:
         return self.after.value(name, **labels) - self.before.value(name, **labels)
 
 
-def drive(endpoints: Endpoints) -> Traffic:
+def drive(server: TritonServer) -> Traffic:
     """Sends all requests and waits until the metrics count them."""
+    endpoints = server.endpoints
     url, metrics_url = endpoints.grpc_url, endpoints.metrics_url
     rng = random.Random(11)
     sent = 0
@@ -79,11 +91,13 @@ def drive(endpoints: Endpoints) -> Traffic:
     during = None
     lengths = []
     for _ in range(MOST_ROUNDS):
-        streams = [
-            GrpcStream(url, input_ids=prompt(), max_tokens=OUTPUT_TOKENS, **flags)
-            for _ in range(NUM_STREAMS)
-        ]
-        during = scrape_of_every_state(metrics_url, streams)
+        with rank_stopped(server.runtime):  # so all come at once, however slow this process is
+            streams = [
+                GrpcStream(url, input_ids=prompt(), max_tokens=OUTPUT_TOKENS, **flags)
+                for _ in range(NUM_STREAMS)
+            ]
+            wait_for(lambda: unfinished_jobs(metrics_url) == NUM_STREAMS, STREAMS_TIMEOUT_S)
+        during = scrape_of_every_state(server, streams)
         lengths += [stream.finish() for stream in streams]
         if during is not None:
             break
@@ -98,15 +112,24 @@ def drive(endpoints: Endpoints) -> Traffic:
     single = generate(url, input_ids=prompt(3), max_tokens=1, tenant=TENANT, **flags)
     lengths += [whole, single]
 
-    began = time.monotonic()
-    cancelled = [
-        GrpcStream(url, input_ids=prompt(50), max_tokens=CANCELLED_TOKENS, **flags)
-        for _ in range(3)
-    ]
-    for stream in cancelled[:2]:
-        stream.first_token()
-    for stream in cancelled:
-        stream.cancel()
+    num_settled = 0
+    for _ in range(MOST_ROUNDS):
+        began = time.monotonic()
+        cancelled = [
+            GrpcStream(url, input_ids=prompt(50), max_tokens=CANCELLED_TOKENS, **flags)
+            for _ in range(3)
+        ]
+        for stream in cancelled[:2]:
+            stream.first_token()
+        with rank_stopped(server.runtime):
+            settle(endpoints)
+            num_settled += 1
+            if are_unfinished := unfinished_jobs(metrics_url) == len(cancelled):
+                for stream in cancelled:
+                    stream.cancel()
+                break
+        lengths += [stream.finish() for stream in cancelled]
+    assert are_unfinished, "a job always ended before it was cancelled"
 
     turn = prompt(FIRST_TURN_TOKENS)
     lengths.append(generate(url, input_ids=turn, max_tokens=1, session_id="s", **flags))
@@ -117,7 +140,8 @@ def drive(endpoints: Endpoints) -> Traffic:
     refused = [generate(url, text_input="a", max_tokens=number) for number in (0, -1, 10**6)]
     assert all(answer.error is not None for answer in refused)
     ended = 1 + len(lengths) + len(stops) + len(cancelled)
-    after = idle(metrics_url, ended=ended, rejected=len(refused))
+    num_rejected = len(refused) + num_settled * SETTLE_REFUSALS
+    after = idle(metrics_url, ended=ended, rejected=num_rejected)
     return Traffic(
         before,
         during,
@@ -127,31 +151,40 @@ def drive(endpoints: Endpoints) -> Traffic:
         [stream.answer for stream in cancelled],
         len(cancelled) * (time.monotonic() - began),
         sent,
-        len(refused),
+        num_rejected,
     )
 
 
-def scrape_of_every_state(metrics_url: str, streams: list[GrpcStream]) -> Scrape | None:
-    """The first scrape with running, waiting and swapped jobs in all gauges of load; None if the
-    streams end before. Gauges are published one after the other, and a scrape may fall between."""
-    found: list[Scrape] = []
+def scrape_of_every_state(server: TritonServer, streams: list[GrpcStream]) -> Scrape | None:
+    """A scrape with running, waiting and swapped jobs in all gauges of load; None if the streams
+    end before. Gauges are published one after the other, and a scrape may fall between."""
+    states = ("running", "waiting", "swapped")
 
-    def has_shown_or_ended() -> bool:
-        now = Scrape(metrics_url)
-        states = ("running", "waiting", "swapped")
-        if (
+    def shows_every_state(now: Scrape) -> bool:
+        return (
             all(now.value("fastserve_jobs", state=state) > 0 for state in states)
             and now.total("fastserve_queue_jobs") > 0
             and now.value("fastserve_priority_jobs", priority="0") > 0
             and now.value("fastserve_kv_blocks", tier="device", state="used") > 0
-        ):
-            found.append(now)
-        for stream in streams:
-            stream.pending()
-        return bool(found) or all(stream.answer.num_finals for stream in streams)
+        )
 
-    wait_for(has_shown_or_ended, STREAMS_TIMEOUT_S)
-    return found[0] if found else None
+    found: list[Scrape] = []
+
+    def is_shown() -> bool:
+        found.append(Scrape(server.endpoints.metrics_url))
+        return shows_every_state(found[-1])
+
+    def num_tokens() -> int:
+        return sum(stream.pending() for stream in streams)
+
+    while not all(stream.answer.num_finals for stream in streams):
+        with rank_stopped(server.runtime):
+            with suppress(AssertionError):
+                wait_for(is_shown, SHOWN_S)
+                return found[-1]
+            wanted = min(num_tokens() + PROBE_TOKENS, NUM_STREAMS * OUTPUT_TOKENS)
+        wait_for(lambda wanted=wanted: num_tokens() >= wanted, STREAMS_TIMEOUT_S)
+    return None
 
 
 def scrape_when(metrics_url: str, condition: Callable[[Scrape], bool]) -> Scrape:

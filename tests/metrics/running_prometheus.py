@@ -8,8 +8,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx2
 import pytest
@@ -19,9 +20,10 @@ from waiting import wait_for
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIG = DEPLOY / "prometheus" / "prometheus.yml"
 RULES = DEPLOY / "prometheus" / "rules.yml"
-START_TIMEOUT_S = 60.0
+START_TRIES = 5
+START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-QUERY_TIMEOUT_S = 30.0
+QUERY_TIMEOUT_S = 60.0
 
 
 def program(name: str) -> str:
@@ -79,9 +81,33 @@ def local_config(directory: Path, targets: dict[str, str], key_path: Path) -> Pa
 @contextmanager
 def running_prometheus(config_path: Path) -> Iterator[RunningPrometheus]:
     """Runs Prometheus, which is ready when the block begins."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     log_path = config_path.with_name("prometheus.log")
+    for _ in range(START_TRIES):
+        address = _free_address()
+        with log_path.open("wb") as log, _process(config_path, address, log) as process:
+            try:
+                wait_for(partial(_is_ready_or_gone, process, address), START_TIMEOUT_S)
+                if process.poll() is None:
+                    yield RunningPrometheus(f"http://{address}", config_path, log_path)
+                    return
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise
+        text = log_path.read_text(encoding="utf-8")
+        assert "address already in use" in text, text  # another program took the port first
+    raise AssertionError(f"the port was taken {START_TRIES} times")
+
+
+def _free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def _process(config_path: Path, address: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [
         program("prometheus"),
         f"--config.file={config_path}",
@@ -90,22 +116,13 @@ def running_prometheus(config_path: Path) -> Iterator[RunningPrometheus]:
         f"--web.listen-address={address}",
         "--log.level=debug",
     ]
-    with log_path.open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+    return subprocess.Popen(command, stderr=log)
 
-        def is_ready() -> bool:
-            assert process.poll() is None, log_path.read_text(encoding="utf-8")
-            try:
-                return httpx2.get(f"http://{address}/-/ready").status_code == 200
-            except httpx2.TransportError:
-                return False
 
-        try:
-            wait_for(is_ready, START_TIMEOUT_S)
-            yield RunningPrometheus(f"http://{address}", config_path, log_path)
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+def _is_ready_or_gone(process: subprocess.Popen[bytes], address: str) -> bool:
+    if process.poll() is not None:
+        return True
+    try:
+        return httpx2.get(f"http://{address}/-/ready", timeout=QUERY_TIMEOUT_S).is_success
+    except httpx2.TransportError:
+        return False

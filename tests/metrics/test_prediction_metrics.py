@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from fastserve_backend.serving.launch import TritonServer
 from metric_traffic import Traffic, scrape_when
+from running_server import rank_stopped
 from scrape import Scrape
-from serving_client import generate
+from serving_client import GrpcStream, generate, settle
 from waiting import wait_for
 
-LOAD_S = 60.0
+LOAD_S = 120.0
 OUTPUT_TOKENS = 150
 REASONS = {"cold", "down", "slow"}
 # Words that appear nowhere else.
@@ -69,7 +70,10 @@ def test_a_predicted_job_is_compared_with_what_its_client_got(
     def predicted() -> bool:
         flags = {"stream": True, "ignore_eos": True, "return_perf_metrics": True}
         url = server.endpoints.grpc_url
-        answer = generate(url, text_input=PROMPT, max_tokens=OUTPUT_TOKENS, **flags)
+        with rank_stopped(server.runtime):  # so the job cannot end before it is predicted
+            stream = GrpcStream(url, text_input=PROMPT, max_tokens=OUTPUT_TOKENS, **flags)
+            settle(server.endpoints)  # a second, in which the predictor answers
+        answer = stream.finish()
         assert len(answer.token_ids) == OUTPUT_TOKENS
         arrival, last = (answer.outputs[f"{of}_time_ns"] for of in ("arrival", "last_token"))
         latencies.append((last - arrival) / 1e9)

@@ -20,8 +20,11 @@ from scrape import Scrape
 from serving_client import generate
 from waiting import wait_for
 
+LATE = "context deadline exceeded"
 KEY = "sk-of-the-metrics-0123456789"
-ANSWERS_TIMEOUT_S = 60.0
+pytestmark = pytest.mark.timeout(600)
+
+ANSWERS_TIMEOUT_S = 120.0
 # promtool checks names. Triton's own metrics break some of its rules, and so does a metric that is
 # a histogram in all but its type (docs/metrics.md).
 EXPECTED_PROBLEMS = re.compile(
@@ -98,34 +101,40 @@ def test_the_queries_of_autoscalers_give_one_number(
     prometheus: RunningPrometheus, server: TritonServer, gateway: RunningGateway
 ) -> None:
     request_each_way(server, gateway)
-    for query in keda_queries():
-        (value,) = prometheus.values(outside_cluster(query))
-        assert 0 <= value < math.inf
+    for query in map(outside_cluster, keda_queries()):
+        # A rate needs two scrapes, and a slow machine may miss one.
+        wait_for(lambda query=query: len(prometheus.values(query)) == 1, ANSWERS_TIMEOUT_S)
+        assert all(0 <= value < math.inf for value in prometheus.values(query))
 
 
 def test_scrapes_leave_no_warning(prometheus: RunningPrometheus) -> None:
     number = "sum_over_time(up[1m])"
     wait_for(lambda: min(prometheus.values(number), default=0.0) >= 3, ANSWERS_TIMEOUT_S)
-    targets = prometheus.get("targets")["activeTargets"]
-    assert {target["labels"]["job"] for target in targets} == {"triton", "gateway"}
-    for target in targets:
-        assert target["health"] == "up"
-        assert target["lastError"] == ""
+
+    def are_up() -> bool:
+        targets = prometheus.get("targets")["activeTargets"]
+        assert {target["labels"]["job"] for target in targets} == {"triton", "gateway"}
+        return all((one["health"], one["lastError"]) == ("up", "") for one in targets)
+
+    wait_for(are_up, ANSWERS_TIMEOUT_S)
     log = prometheus.log_path.read_text(encoding="utf-8")
     assert "Server is ready to receive web requests" in log
     # Prometheus logs a failed scrape at debug level.
     for problem in ("level=warn", "level=error", "Scrape failed", "Append failed"):
-        assert not [line for line in log.splitlines() if problem in line]
+        # A busy machine may need longer than the two seconds between two scrapes.
+        found = [line for line in log.splitlines() if problem in line and LATE not in line]
+        assert not found
 
 
 def test_every_sample_of_a_scrape_is_stored(
     prometheus: RunningPrometheus, server: TritonServer
 ) -> None:
     scrape = Scrape(server.endpoints.metrics_url)
-    stored = set(prometheus.get("label/__name__/values"))
-    assert {name for name in scrape.names if name.startswith("fastserve_")} <= stored
-    post = 'scrape_samples_post_metric_relabeling{job="triton"}'
-    assert prometheus.values(post) == prometheus.values('scrape_samples_scraped{job="triton"}')
+    names = {name for name in scrape.names if name.startswith("fastserve_")}
+    wait_for(lambda: names <= set(prometheus.get("label/__name__/values")), ANSWERS_TIMEOUT_S)
+    samples = "scrape_samples_post_metric_relabeling", "scrape_samples_scraped"
+    dropped = " - on (instance) ".join(f'{name}{{job="triton"}}' for name in samples)
+    wait_for(lambda: prometheus.values(dropped) == [0.0], ANSWERS_TIMEOUT_S)
 
 
 def test_rules_are_evaluated(prometheus: RunningPrometheus) -> None:
@@ -139,7 +148,9 @@ def test_rules_are_evaluated(prometheus: RunningPrometheus) -> None:
         return all(rule["health"] == "ok" for rule in rules)
 
     wait_for(evaluated, ANSWERS_TIMEOUT_S)
-    assert prometheus.values('ALERTS{alertname=~"FastServe(Gateway)?Down"}') == []
+    # One that pends has missed a scrape.
+    down = 'ALERTS{alertname=~"FastServe(Gateway)?Down", alertstate="firing"}'
+    assert prometheus.values(down) == []
 
 
 def test_promtool_finds_nothing_wrong_with_the_configuration(prometheus: RunningPrometheus) -> None:
@@ -155,7 +166,11 @@ def test_promtool_finds_nothing_wrong_with_our_metrics(traffic: Traffic) -> None
 
 def test_promtool_finds_nothing_wrong_with_the_gateways_metrics(gateway: RunningGateway) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    text = httpx2.get(f"{gateway.url}/metrics", headers=headers).raise_for_status().text
+    text = (
+        httpx2.get(f"{gateway.url}/metrics", headers=headers, timeout=ANSWERS_TIMEOUT_S)
+        .raise_for_status()
+        .text
+    )
     checked = promtool("check", "metrics", text=text)
     assert (checked.returncode, checked.stderr) == (0, "")
 

@@ -63,8 +63,13 @@ class Communication:
 
 
 def read_notes(directory: Path) -> dict[int, list[Communication]]:
+    """Without a last line that its rank, which was killed, has not written to its end."""
     return {
-        int(file.name): [Communication.from_json(line) for line in file.read_text().splitlines()]
+        int(file.name): [
+            Communication.from_json(line)
+            for line in file.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
         for file in directory.iterdir()
     }
 

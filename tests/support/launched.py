@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2
+import psutil
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
@@ -44,7 +45,9 @@ def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
         wait_for(lambda runtime=runtime: not runtime.processes())
         wait_for(lambda runtime=runtime: not runtime.path.exists())
         assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
-        endpoints.claim()  # raises if a process listens there
+        # Others may have taken the ports since then.
+        ports = {endpoints.http_port, endpoints.grpc_port, endpoints.metrics_port}
+        assert not ports & listening_ports(psutil.Process())
 
 
 @contextmanager
@@ -63,6 +66,16 @@ def launched_alone(
         runtime, endpoints = server_of(launcher)
         started.append((runtime, endpoints))
         yield launcher, runtime, endpoints
+
+
+def listening_ports(process: psutil.Process) -> set[int]:
+    """TCP ports on which the process or one of its descendants listens."""
+    ports: set[int] = set()
+    for one in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):  # it has just ended
+            connections = one.net_connections("tcp")
+            ports |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    return ports
 
 
 def start_server(config: EngineConfig, log_path: Path) -> TritonServer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +68,15 @@ class ServerHoldings:
     def of(cls, server: TritonServer) -> ServerHoldings:
         runtime = server.runtime
         names = Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*")
-        connections = [
-            connection
-            for pid in runtime.processes()
-            for connection in psutil.Process(pid).net_connections("tcp")
-        ]
+        pids = runtime.processes()
+        connections = []
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                connections += psutil.Process(pid).net_connections("tcp")
         return cls(
-            len(runtime.processes()),
+            len(pids),
             len(list(names)),
-            sum(1 for _ in runtime.path.rglob("*")),
+            sum(len(folders) + len(files) for _, folders, files in os.walk(runtime.path)),
             sum(one.status == psutil.CONN_LISTEN for one in connections),
             psutil.Process().num_fds(),
             Holdings.of(server.pid),
@@ -91,6 +93,10 @@ class ServerHoldings:
             self.tritonserver.num_descriptors,
             self.tritonserver.num_threads,
         )
+
+    def is_no_more_than(self, earlier: ServerHoldings) -> bool:
+        """Less is no leak: whatever ran before in this process may have closed files late."""
+        return all(now <= then for now, then in zip(self.counts(), earlier.counts(), strict=True))
 
 
 def load_and_unload(control: ModelControl, server: TritonServer, model: str) -> ServerHoldings:

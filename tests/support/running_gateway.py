@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 from openai import AsyncOpenAI, OpenAI
 from waiting import wait_for_log
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 40.0
-REQUEST_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 60.0
 COMMAND = [sys.executable, "-m", "fastserve_backend", "gateway"]
 
 
@@ -29,6 +30,16 @@ class RunningGateway:
     @property
     def api_url(self) -> str:
         return f"{self.url}/v1"
+
+    def get(self, path: str, key: str | None = None) -> httpx2.Response:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx2.get(f"{self.url}{path}", headers=headers, timeout=REQUEST_TIMEOUT_S)
+
+    def num_requests(self, route: str, status: int) -> float:
+        """Requests that have ended. One is counted a moment after its client has the answer."""
+        name = f'fastserve_gateway_request_seconds_count{{route="{route}",status="{status}"}} '
+        lines = self.get("/metrics").text.splitlines()
+        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=self.api_url, api_key=key, max_retries=0, timeout=REQUEST_TIMEOUT_S)

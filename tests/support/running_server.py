@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
+from held_thread import main_thread_held
+from serving_client import settle, unfinished_jobs
 from tiny_model import START_TIMEOUT_S
+from waiting import wait_for
+
+T = TypeVar("T")
+ATTEMPTS = 10
 
 
 @contextmanager
@@ -35,16 +40,44 @@ def rank_pids(runtime: RuntimeDirectory) -> set[int]:
 
 
 def rank_pid(runtime: RuntimeDirectory) -> int:
-    (pid,) = rank_pids(runtime)
-    return pid
+    """The only rank. Waits while a process that it has just forked has its name, too."""
+    found: set[int] = set()
+
+    def is_alone() -> bool:
+        nonlocal found
+        found = rank_pids(runtime)
+        return len(found) == 1
+
+    wait_for(is_alone)
+    return found.pop()
 
 
 @contextmanager
 def rank_stopped(runtime: RuntimeDirectory) -> Iterator[int]:
-    """The only rank stands still until the block ends, so no job ends. Yields its process id."""
+    """The only rank computes nothing until the block ends, so no job ends. Its heartbeats go on, or
+    the engine would replace it. Yields its process id."""
     pid = rank_pid(runtime)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with main_thread_held(pid):
         yield pid
-    finally:
-        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def job_held(server: TritonServer, start: Callable[[], T], num_jobs: int = 1) -> Iterator[T]:
+    """A job that has tokens and cannot end before the block does, however fast the machine decodes.
+
+    Args:
+        server: an idle one with one rank, which stands still during the block.
+        start: sends a long job, and returns what reads it once its first token is here. It is
+            called again if the job ends before its rank is stopped.
+        num_jobs: how many jobs ``start`` sends. None of them ends before the block does.
+
+    Yields what ``start`` returned. The metrics already count the jobs.
+    """
+    for _ in range(ATTEMPTS):
+        started = start()
+        with rank_stopped(server.runtime):
+            settle(server.endpoints)
+            if unfinished_jobs(server.endpoints.metrics_url) >= num_jobs:
+                yield started
+                return
+    raise AssertionError(f"a job ended {ATTEMPTS} times before its rank was stopped")

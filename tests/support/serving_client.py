@@ -29,7 +29,7 @@ _SPECS = {spec.name: spec for spec in protocol.INPUTS}
 GENERATE = f"/v2/models/{protocol.MODEL_NAME}/generate"
 GENERATE_STREAM = f"/v2/models/{protocol.MODEL_NAME}/generate_stream"
 
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 60.0
 
 # The messages of a gRPC stream carry no code; with this header the call ends with a status.
 STATUS_HEADER = {"triton_grpc_error": "true"}
@@ -173,7 +173,7 @@ def http_stream(base_url: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    for line in httpx2.get(url).text.splitlines():
+    for line in httpx2.get(url, timeout=ANSWER_TIMEOUT_S).text.splitlines():
         family, _, rest = line.partition("{")
         described, _, value = rest.rpartition("} ")
         if family == name and all(f'{key}="{text}"' in described for key, text in labels.items()):
@@ -194,6 +194,10 @@ def ended_jobs(metrics_url: str, finish_reason: str) -> float:
     return metric(metrics_url, "fastserve_requests_total", finish_reason=finish_reason)
 
 
+SETTLE_REFUSALS = 2
+"""Requests that ``settle`` has refused."""
+
+
 def settle(endpoints: Endpoints) -> None:
     """Returns when the metrics count all that had ended before the call, including the token that a
     start generates. Metrics are published every half second, so they may be old before.
@@ -201,7 +205,7 @@ def settle(endpoints: Endpoints) -> None:
     Refused requests are read last, so the second publication to count one more has begun after the
     call.
     """
-    for _ in range(2):
+    for _ in range(SETTLE_REFUSALS):
         before = _refused(endpoints.metrics_url)
         answer = post(endpoints.http_url, GENERATE, {"text_input": "a", "max_tokens": 0})
         assert answer.status_code == 400, answer.text
@@ -210,8 +214,10 @@ def settle(endpoints: Endpoints) -> None:
 
 def wait_until_idle(endpoints: Endpoints) -> None:
     """Returns when no job is left, not even of earlier tests, and the metrics count all of them."""
+    url = endpoints.metrics_url
     settle(endpoints)
-    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0)
+    # Between the steps of two jobs no block is in use, though the second job waits.
+    wait_for(lambda: unfinished_jobs(url) == 0 and used_blocks(url) == 0)
     settle(endpoints)
 
 

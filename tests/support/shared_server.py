@@ -44,11 +44,16 @@ def endpoints(server: TritonServer) -> Endpoints:
 
 
 @pytest.fixture(scope="session")
-def chat_endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A server with the embedded model, which is trained and has a chat template."""
     config = EngineConfig().with_keys(
         model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
     )
     log_path = tmp_path_factory.mktemp("chat") / "server.log"
     with running_server(config, log_path) as server:
-        yield server.endpoints
+        yield server
+
+
+@pytest.fixture(scope="session")
+def chat_endpoints(chat_server: TritonServer) -> Endpoints:
+    return chat_server.endpoints

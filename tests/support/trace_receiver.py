@@ -47,12 +47,15 @@ class TraceReceiver:
 
 @contextmanager
 def trace_receiver() -> Iterator[TraceReceiver]:
+    counting = threading.Lock()
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert self.path == "/v1/traces"
-            receiver.num_requests += 1
-            receiver.spans += _read(body)
+            with counting:
+                receiver.num_requests += 1
+                receiver.spans += _read(body)
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
+from asyncio_jobs import job_held_meanwhile
 from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import (
     AsyncFastServeClient,
+    AsyncTokenStream,
     Completion,
     FastServeClient,
     InvalidRequest,
@@ -19,11 +22,11 @@ from fastserve_client import (
     RequestTimeout,
     ServerUnavailable,
 )
-from serving_client import used_blocks
-from waiting import wait_for
+from running_server import rank_stopped
+from serving_client import unfinished_jobs, used_blocks
+from waiting import DEADLINE_S, wait_for
 
-DEADLINE_S = 30.0
-LONG = 3000  # tokens; takes far longer than any of these tests
+LONG = 3000  # tokens
 
 
 @pytest_asyncio.fixture
@@ -34,14 +37,6 @@ async def client(url: str) -> AsyncIterator[AsyncFastServeClient]:
 
 async def wait_until_idle(endpoints: Endpoints) -> None:
     await asyncio.to_thread(wait_for, lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
-
-
-async def wait_until_busy(client: AsyncFastServeClient) -> None:
-    """Watches the engine, as metrics come too late for a short job on a busy machine."""
-    async with asyncio.timeout(DEADLINE_S), client.watch(0.05) as states:
-        async for state in states:
-            if state.running:
-                return
 
 
 async def test_the_results_are_the_synchronous_clients(
@@ -60,7 +55,7 @@ async def test_the_results_are_the_synchronous_clients(
 
 
 async def test_errors_are_the_synchronous_clients(
-    client: AsyncFastServeClient, url: str, endpoints: Endpoints
+    client: AsyncFastServeClient, url: str, server: TritonServer
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"^temperature: got -1"):
         async for _ in client.stream("Hello", temperature=-1):
@@ -69,9 +64,12 @@ async def test_errors_are_the_synchronous_clients(
         await client.generate("Hello", max_tokens=1_000_000)
     with pytest.raises(TypeError, match="unknown option"):
         client.stream("Hello", tempreature=1)  # type: ignore[call-arg]
-    with pytest.raises(RequestTimeout, match="did not finish in time"):
+    with (
+        rank_stopped(server.runtime),
+        pytest.raises(RequestTimeout, match="did not finish in time"),
+    ):
         await client.generate("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.2)
-    await wait_until_idle(endpoints)
+    await wait_until_idle(server.endpoints)
     async with AsyncFastServeClient(url, model="nosuch") as other:
         assert not await other.is_ready()
         with pytest.raises(ServerUnavailable, match="nosuch"):
@@ -105,63 +103,57 @@ async def test_max_tokens_can_be_clipped_to_what_fits(client: AsyncFastServeClie
 
 
 async def test_is_ready(client: AsyncFastServeClient, url: str) -> None:
-    assert await client.is_ready()
+    assert await client.is_ready(DEADLINE_S)
     async with AsyncFastServeClient(f"{url.partition(':')[0]}://127.0.0.1:9") as nobody:
         assert not await nobody.is_ready()
     with FastServeClient(url) as synchronous:
-        assert synchronous.is_ready()
+        assert synchronous.is_ready(DEADLINE_S)
+
+
+async def begun(client: AsyncFastServeClient) -> AsyncTokenStream:
+    """A long stream whose first chunk is read."""
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    await anext(chunks)
+    return chunks
 
 
 async def test_leaving_the_block_cancels_that_request_only(
-    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
+    client: AsyncFastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    other = client.stream("Hello", max_tokens=40, ignore_eos=True)
-    async with client.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
-        async for _ in chunks:
-            break
-    assert [chunk async for chunk in chunks] == []
+    async with job_held_meanwhile(server, lambda: begun(client)) as chunks:
+        other = client.stream("Hello", max_tokens=40, ignore_eos=True)
+        async with chunks:
+            pass
+        assert [chunk async for chunk in chunks] == []
     assert Completion.from_chunks([chunk async for chunk in other]).num_output_tokens == 40
     await asyncio.to_thread(wait_until_cancelled)
 
 
 async def test_close_ends_a_blocked_iteration(
-    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
+    client: AsyncFastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
-    await anext(chunks)
-
-    async def consume() -> int:
-        return len([chunk async for chunk in chunks])
-
-    consumer = asyncio.create_task(consume())
-    await asyncio.wait_for(anext(chunks_of(client)), DEADLINE_S)
-    chunks.close()
-    await asyncio.wait_for(consumer, DEADLINE_S)
+    async with job_held_meanwhile(server, lambda: begun(client)) as chunks:
+        consumer = asyncio.create_task(anext_to_the_end(chunks))
+        await client.describe(timeout_s=DEADLINE_S)  # meanwhile the consumer waits for a chunk
+        assert not consumer.done()
+        chunks.close()
+        await asyncio.wait_for(consumer, DEADLINE_S)
     await asyncio.to_thread(wait_until_cancelled)
 
 
-def chunks_of(client: AsyncFastServeClient) -> AsyncIterator[object]:
-    return client.stream("Hello", max_tokens=1)
-
-
 async def test_a_timeout_around_a_chunk_ends_the_stream_and_its_request(
-    client: AsyncFastServeClient, endpoints: Endpoints
+    client: AsyncFastServeClient, server: TritonServer
 ) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
-
-    async def read_all() -> None:
-        async for _ in chunks:
-            pass
-
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(read_all(), 0.5)
+    with rank_stopped(server.runtime), pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(anext_to_the_end(chunks), 0.5)
     assert [chunk async for chunk in chunks] == []
     states = client.watch(10.0)
     await anext(states)
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(anext(states), 0.2)
     assert [state async for state in states] == []
-    await wait_until_idle(endpoints)
+    await wait_until_idle(server.endpoints)
 
 
 async def test_a_timeout_without_end_is_none(client: AsyncFastServeClient, url: str) -> None:
@@ -175,42 +167,49 @@ async def test_a_timeout_without_end_is_none(client: AsyncFastServeClient, url: 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_cancelling_the_task_cancels_the_request(
-    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None], stream: bool
+    client: AsyncFastServeClient,
+    server: TritonServer,
+    wait_until_cancelled: Callable[[], None],
+    stream: bool,
 ) -> None:
     async def work() -> None:
         if stream:
-            async for _ in client.stream("Hello", max_tokens=LONG, ignore_eos=True):
-                pass
+            await anext_to_the_end(client.stream("Hello", max_tokens=LONG, ignore_eos=True))
         else:
             await client.generate("Hello", max_tokens=LONG, ignore_eos=True)
 
-    task = asyncio.create_task(work())
-    await wait_until_busy(client)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    with rank_stopped(server.runtime):
+        task = asyncio.create_task(work())
+        is_there = lambda: unfinished_jobs(server.endpoints.metrics_url) == 1  # noqa: E731
+        await asyncio.to_thread(wait_for, is_there)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     await asyncio.to_thread(wait_until_cancelled)
 
 
 async def test_dropping_the_iterator_cancels_the_request(
-    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
+    client: AsyncFastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
-    await anext(chunks)
-    del chunks
-    gc.collect()
+    kept: list[object] = []
+
+    async def start() -> None:
+        kept[:] = [await begun(client)]
+
+    async with job_held_meanwhile(server, start):
+        kept.clear()
+        gc.collect()
     await asyncio.to_thread(wait_until_cancelled)
 
 
 async def test_closing_the_client_ends_its_streams(
-    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
+    client: AsyncFastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
-    await anext(chunks)
-    consumer = asyncio.create_task(anext_to_the_end(chunks))
-    await client.close()
-    with pytest.raises(RequestCancelled):
-        await asyncio.wait_for(consumer, DEADLINE_S)
+    async with job_held_meanwhile(server, lambda: begun(client)) as chunks:
+        consumer = asyncio.create_task(anext_to_the_end(chunks))
+        await client.close()
+        with pytest.raises(RequestCancelled):
+            await asyncio.wait_for(consumer, DEADLINE_S)
     with pytest.raises(RequestCancelled, match="the client is closed"):
         client.stream("Hello")
     assert not await client.is_ready()

@@ -20,6 +20,8 @@ from serving_client import (
     generate,
     metric,
     post,
+    settle,
+    wait_until_idle,
 )
 from waiting import wait_for
 
@@ -296,8 +298,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def good_stream(endpoints: Endpoints) -> Iterator[GrpcStream]:
-    """A request that streams undisturbed while all the bad ones arrive."""
+def refused(endpoints: Endpoints) -> Iterator[list[Bad]]:
+    """The tests add the bad requests. Meanwhile a good one streams undisturbed. In the end each bad
+    one was counted."""
+    rejected = "fastserve_requests_rejected_total"
+    settle(endpoints)
+    before = metric(endpoints.metrics_url, rejected)
     stream = GrpcStream(
         endpoints.grpc_url,
         text_input=GOOD_PROMPT,
@@ -307,16 +313,18 @@ def good_stream(endpoints: Endpoints) -> Iterator[GrpcStream]:
         seed=5,
     )
     stream.first_token()
-    before = stream.pending()
-    yield stream
-    assert stream.pending() >= before + 100
-    assert stream.answer.error is None
-    stream.cancel()
+    found: list[Bad] = []
+    yield found
+    answer = stream.finish()
+    assert answer.error is None
+    assert len(answer.token_ids) == 3500
+    wait_for(lambda: metric(endpoints.metrics_url, rejected) >= before + len(found))
 
 
 @pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.label)
-def test_refused_by_name(bad: Bad, endpoints: Endpoints, good_stream: GrpcStream) -> None:
+def test_refused_by_name(bad: Bad, endpoints: Endpoints, refused: list[Bad]) -> None:
     answer = generate(endpoints.grpc_url, **bad.request())
+    refused.append(bad)
     assert answer.error is not None
     message = answer.error.message()
     assert message.startswith(f"{bad.field}: got ")
@@ -409,6 +417,5 @@ def test_wrong_tensors_get_an_error_on_the_stream(
 
 
 def test_afterwards_nothing_is_held(endpoints: Endpoints) -> None:
-    rejected = "fastserve_requests_rejected_total"
-    wait_for(lambda: metric(endpoints.metrics_url, rejected) >= len(CASES), 5.0)
+    wait_until_idle(endpoints)
     assert generate(endpoints.grpc_url, text_input=GOOD_PROMPT, max_tokens=2).error is None

@@ -6,14 +6,17 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
+from asyncio_jobs import job_held_meanwhile
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import (
     AsyncFastServeClient,
+    AsyncTokenStream,
     ConnectionFailed,
     Endpoint,
     FastServeClient,
@@ -21,14 +24,15 @@ from fastserve_client import (
     RequestTimeout,
     ServerOverloaded,
     ServerUnavailable,
+    TokenStream,
 )
 from relay import Relay
-from running_server import running_server
-from serving_client import used_blocks
+from running_server import job_held, running_server
+from serving_client import wait_until_idle
 from waiting import wait_for
 
-DEADLINE_S = 60.0
-LONG = 3000  # tokens; takes far longer than any of these tests
+DEADLINE_S = 120.0  # for a restart, too
+LONG = 3000  # tokens
 SCHEMES = ("grpc", "http")
 
 
@@ -122,13 +126,27 @@ async def test_what_was_refused_is_not_sent_again(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def fragile(
+def start_fragile(
     tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
+) -> Iterator[Callable[[], TritonServer]]:
+    """Returns the running server, or a new one if a test has stopped it."""
     config = tiny_config.with_keys(max_queued_requests=1)
-    log_path = tmp_path_factory.mktemp("fragile") / "server.log"
-    with running_server(config, log_path) as triton:
-        yield triton
+    started: list[TritonServer] = []
+
+    with ExitStack() as stack:
+
+        def start() -> TritonServer:
+            if not started or started[-1].stop_requested:
+                log_path = tmp_path_factory.mktemp("fragile") / "server.log"
+                started.append(stack.enter_context(running_server(config, log_path)))
+            return started[-1]
+
+        yield start
+
+
+@pytest.fixture
+def fragile(start_fragile: Callable[[], TritonServer]) -> TritonServer:
+    return start_fragile()
 
 
 @pytest.fixture(params=SCHEMES)
@@ -143,33 +161,47 @@ def url_of(endpoints: Endpoints, scheme: str) -> str:
 async def test_a_full_queue_and_a_place_in_it(fragile: TritonServer, fragile_url: str) -> None:
     full = "requests are queued already"
     async with AsyncFastServeClient(fragile_url) as client:
-        with FastServeClient(fragile_url) as synchronous:
-            async with client.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
-                await anext(chunks)
+
+        async def start() -> AsyncTokenStream:
+            chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+            await anext(chunks)
+            return chunks
+
+        await asyncio.to_thread(wait_until_idle, fragile.endpoints)
+        async with AsyncFastServeClient(fragile_url, max_retries=1000) as patient:
+            async with job_held_meanwhile(fragile, start) as chunks:
                 with pytest.raises(ServerOverloaded, match=full):
                     await client.generate("Hello", max_tokens=1)
-                with pytest.raises(ServerOverloaded, match=full):
+                with (
+                    FastServeClient(fragile_url) as synchronous,
+                    pytest.raises(ServerOverloaded, match=full),
+                ):
                     await asyncio.to_thread(synchronous.generate, "Hello", max_tokens=1)
-                async with AsyncFastServeClient(fragile_url, max_retries=1000) as patient:
-                    work = patient.generate("Hello", max_tokens=1, timeout_s=DEADLINE_S)
-                    waiting = asyncio.create_task(work)
-                    done, _ = await asyncio.wait((waiting,), timeout=0.3)
-                    assert not done
-                    chunks.close()
-                    assert (await waiting).num_output_tokens == 1
-    idle = lambda: used_blocks(fragile.endpoints.metrics_url) == 0  # noqa: E731
-    await asyncio.to_thread(wait_for, idle, DEADLINE_S)
+                work = patient.generate("Hello", max_tokens=1, timeout_s=DEADLINE_S)
+                waiting = asyncio.create_task(work)
+                done, _ = await asyncio.wait((waiting,), timeout=0.3)
+                assert not done
+                chunks.close()
+            assert (await waiting).num_output_tokens == 1
 
 
+def begun(client: FastServeClient) -> TokenStream:
+    """A long stream whose first chunk is read."""
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=DEADLINE_S)
+    next(chunks)
+    return chunks
+
+
+@pytest.mark.timeout(400)
 def test_what_has_begun_is_not_sent_again(fragile: TritonServer, fragile_url: str) -> None:
     restarts = fragile.restarts
+    wait_until_idle(fragile.endpoints)
     with FastServeClient(fragile_url, max_retries=1000) as client:
-        chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=DEADLINE_S)
-        next(chunks)
-        assert fragile.pid is not None
-        os.kill(fragile.pid, signal.SIGKILL)
-        with pytest.raises(ConnectionFailed):
-            list(chunks)
+        with job_held(fragile, lambda: begun(client)) as chunks:
+            assert fragile.pid is not None
+            os.kill(fragile.pid, signal.SIGKILL)
+            with pytest.raises(ConnectionFailed):
+                list(chunks)
         # The launcher restarts the server, and the same client finds it.
         assert client.generate("Hello", max_tokens=1, timeout_s=DEADLINE_S).num_output_tokens == 1
     # The restart counts after the launcher's own first token, which may come after the client's.
@@ -177,17 +209,18 @@ def test_what_has_begun_is_not_sent_again(fragile: TritonServer, fragile_url: st
 
 
 def test_a_server_that_drains_and_then_is_gone(fragile: TritonServer) -> None:
-    """Must be the last test of ``fragile``."""
+    wait_until_idle(fragile.endpoints)
     urls = [url_of(fragile.endpoints, scheme) for scheme in SCHEMES]
     stopper = threading.Thread(target=fragile.stop)
     with FastServeClient(urls[0]) as grpc, FastServeClient(urls[1]) as http:
-        with http.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
-            next(chunks)
+        with job_held(fragile, lambda: begun(http)) as chunks:
             stopper.start()
             for client in (grpc, http):
-                wait_for(lambda client=client: is_draining(client), DEADLINE_S)
+                wait_for(lambda client=client: is_draining(client))
+        with chunks:
             assert next(chunks).token_ids  # accepted requests go on
         stopper.join(DEADLINE_S)
+        assert not stopper.is_alive()
         for client in (grpc, http):
             with pytest.raises(ConnectionFailed):
                 client.generate("Hello", max_tokens=1)

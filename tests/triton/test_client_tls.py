@@ -8,6 +8,7 @@ import pytest
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import AsyncFastServeClient, ConnectionFailed, Endpoint, FastServeClient
 from relay import CERTIFICATE, Relay
+from waiting import DEADLINE_S
 
 
 @pytest.fixture(params=["127.0.0.1", "localhost"])
@@ -24,7 +25,7 @@ async def test_a_certificate_that_the_system_trusts(
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with FastServeClient(endpoints.grpc_url) as plain, FastServeClient(tls_url) as client:
-        assert client.is_ready()
+        assert client.is_ready(DEADLINE_S)
         completion = client.generate("Hello", **options)
         assert completion == plain.generate("Hello", **options)
     async with AsyncFastServeClient(tls_url) as client:

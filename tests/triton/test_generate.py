@@ -14,7 +14,9 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient, protocol
+from running_server import job_held
 from serving_client import (
+    ANSWER_TIMEOUT_S,
     GENERATE,
     GENERATE_STREAM,
     Answer,
@@ -23,20 +25,29 @@ from serving_client import (
     http_stream,
     post,
     tensors,
+    wait_until_idle,
 )
 from tiny_model import engine_options
 
 PROMPT = "Once upon a time"
-LONG = 1000
-"""Tokens that even a busy server, which joins some of them, sends as several responses."""
+LONG = 1000  # tokens
 
 
-def test_grpc_streams_tokens_with_one_final(endpoints: Endpoints) -> None:
-    stream = GrpcStream(
-        endpoints.grpc_url, text_input=PROMPT, stream=True, max_tokens=LONG, ignore_eos=True
-    )
-    stream.first_token()
-    assert len(stream.answer.token_ids) < LONG
+def test_grpc_streams_tokens_with_one_final(server: TritonServer) -> None:
+    def start() -> GrpcStream:
+        stream = GrpcStream(
+            server.endpoints.grpc_url,
+            text_input=PROMPT,
+            stream=True,
+            max_tokens=LONG,
+            ignore_eos=True,
+        )
+        stream.first_token()
+        return stream
+
+    wait_until_idle(server.endpoints)
+    with job_held(server, start) as stream:
+        assert len(stream.answer.token_ids) < LONG
     answer = stream.finish()
     assert len(answer.token_ids) == LONG
     assert 1 < answer.num_responses <= LONG
@@ -270,7 +281,8 @@ def test_same_seed_same_text_whatever_else_runs(endpoints: Endpoints) -> None:
 
 
 def test_config_declares_what_the_protocol_says(endpoints: Endpoints) -> None:
-    metadata = httpx2.get(f"{endpoints.http_url}/v2/models/{protocol.MODEL_NAME}").json()
+    url = f"{endpoints.http_url}/v2/models/{protocol.MODEL_NAME}"
+    metadata = httpx2.get(url, timeout=ANSWER_TIMEOUT_S).json()
     for specs, declared in (
         (protocol.INPUTS, metadata["inputs"]),
         (protocol.OUTPUTS, metadata["outputs"]),

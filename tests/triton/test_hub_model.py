@@ -12,10 +12,9 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from running_server import running_server
 from serving_client import GENERATE, post
-from tiny_model import engine_options
+from tiny_model import START_TIMEOUT_S, engine_options
 from waiting import wait_for
 
-RESTART_TIMEOUT_S = 60.0
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEXT_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 
@@ -44,5 +43,5 @@ def test_a_restarted_server_has_the_commit_that_it_started_with(
         assert "text_output" in answer
         (repository / "refs" / "main").write_text(NEXT_COMMIT)  # its files are not here
         os.kill(server.pid, signal.SIGKILL)
-        wait_for(lambda: server.restarts == 1, RESTART_TIMEOUT_S)
+        wait_for(lambda: server.restarts == 1, START_TIMEOUT_S)
         assert post(server.endpoints.http_url, GENERATE, request).json() == answer

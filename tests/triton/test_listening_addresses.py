@@ -12,6 +12,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.errors import LaunchError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient
+from serving_client import ANSWER_TIMEOUT_S
 from tiny_model import START_TIMEOUT_S, engine_options
 
 
@@ -44,7 +45,7 @@ def test_all_ports_listen(tiny_model: Path, tmp_path: Path, host: str, address: 
         for url in (f"grpc://{endpoints.grpc_url}", endpoints.http_url):
             with FastServeClient(url) as client:
                 assert client.generate("Hello", max_tokens=3, ignore_eos=True).token_ids
-        assert "fastserve_jobs" in httpx2.get(endpoints.metrics_url).text
+        assert "fastserve_jobs" in httpx2.get(endpoints.metrics_url, timeout=ANSWER_TIMEOUT_S).text
     finally:
         server.stop()
 

@@ -21,7 +21,7 @@ from serving_client import ended_jobs, settle
 CONFIGS = Path(__file__).parents[2] / "perf_analyzer_configs"
 # The place where `make perf-analyzer` installs it.
 PERF_ANALYZER = Path(sys.prefix, "perf_analyzer", "bin", "perf_analyzer")
-RUN_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 150.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -174,7 +174,7 @@ def test_concurrency_that_grows_while_requests_run(
             *(str(PERF_ANALYZER), "-m", "fastserve", "-u", chat_endpoints.grpc_url, "-i", "grpc"),
             *("--streaming", "--async", "--profile-export-file", str(profile)),
             *("--input-data", str(CONFIGS / "concurrency_sweep" / "input.json")),
-            *("--periodic-concurrency-range", "2:6:2", "--request-period", "4"),
+            *("--periodic-concurrency-range", "2:6:2", "--request-period", "1"),
         ],
         capture_output=True,
         text=True,

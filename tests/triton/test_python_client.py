@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import (
     Completion,
     FastServeClient,
@@ -22,11 +23,13 @@ from fastserve_client import (
     RequestCancelled,
     RequestTimeout,
     ServerUnavailable,
+    TokenStream,
 )
 from fastserve_client.terminal import ExitCode, generate_to_terminal
+from running_server import job_held, rank_stopped
+from waiting import DEADLINE_S
 
-DEADLINE_S = 30.0
-LONG = 3000  # tokens; takes far longer than any of these tests
+LONG = 3000  # tokens
 
 
 @pytest.fixture
@@ -145,83 +148,104 @@ def test_a_request_may_have_an_id(client: FastServeClient) -> None:
     assert client.generate("Hello", max_tokens=1, request_id="mine-1").num_output_tokens == 1
 
 
+def begun(client: FastServeClient) -> TokenStream:
+    """A long stream whose first chunk is read."""
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    next(chunks)
+    return chunks
+
+
 def test_leaving_the_block_frees_the_job(
-    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    with client.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
-        next(chunks)
-    assert list(chunks) == []
+    with job_held(server, lambda: begun(client)) as chunks:
+        with chunks:
+            pass
+        assert list(chunks) == []
     wait_until_cancelled()
 
 
 @pytest.mark.parametrize("client_too", [False, True])
 def test_dropping_the_iterator_frees_the_job(
-    client: FastServeClient, url: str, client_too: bool, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient,
+    server: TritonServer,
+    url: str,
+    client_too: bool,
+    wait_until_cancelled: Callable[[], None],
 ) -> None:
-    # A client that nothing else refers to lives as long as its streams.
-    chunks = (FastServeClient(url) if client_too else client).stream(
-        "Hello", max_tokens=LONG, ignore_eos=True
-    )
-    next(chunks)
-    del chunks
-    gc.collect()
+    kept: list[object] = []
+
+    def start() -> None:
+        # A client that nothing else refers to lives as long as its streams.
+        kept[:] = [begun(FastServeClient(url) if client_too else client)]
+
+    with job_held(server, start):
+        kept.clear()
+        gc.collect()
     wait_until_cancelled()
 
 
 def test_closing_one_stream_leaves_the_others_alone(
-    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    doomed = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
-    other = client.stream("Hello", max_tokens=40, ignore_eos=True)
-    next(doomed)
-    doomed.close()
-    assert list(doomed) == []
+    with job_held(server, lambda: begun(client)) as doomed:
+        other = client.stream("Hello", max_tokens=40, ignore_eos=True)
+        doomed.close()
+        assert list(doomed) == []
     assert Completion.from_chunks(other).num_output_tokens == 40
     wait_until_cancelled()
 
 
 def test_closing_from_another_thread_ends_a_blocked_iteration(
-    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
-    next(chunks)
-    consumer = threading.Thread(target=lambda: list(chunks), daemon=True)
-    consumer.start()
-    chunks.close()
-    consumer.join(DEADLINE_S)
-    assert not consumer.is_alive()
+    with job_held(server, lambda: begun(client)) as chunks:
+        consumer = threading.Thread(target=lambda: list(chunks), daemon=True)
+        consumer.start()
+        chunks.close()
+        consumer.join(DEADLINE_S)
+        assert not consumer.is_alive()
     wait_until_cancelled()
 
 
 def test_closing_the_client_ends_its_streams(
-    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
-    next(chunks)
-    client.close()
-    client.close()
-    with pytest.raises(RequestCancelled):
-        list(chunks)
-    with pytest.raises(RequestCancelled, match="the client is closed"):
-        client.stream("Hello")
-    assert not client.is_ready()
+    with job_held(server, lambda: begun(client)) as chunks:
+        client.close()
+        client.close()
+        with pytest.raises(RequestCancelled):
+            list(chunks)
+        with pytest.raises(RequestCancelled, match="the client is closed"):
+            client.stream("Hello")
+        assert not client.is_ready()
     wait_until_cancelled()
 
 
+def times_out_after_a_token(
+    client: FastServeClient, server: TritonServer, timeout_s: float
+) -> bool:
+    """False: time was up before the first token, or the job ended before its rank was stopped."""
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=timeout_s)
+    try:
+        assert next(chunks).token_ids
+    except RequestTimeout:
+        return False
+    with rank_stopped(server.runtime):
+        try:
+            list(chunks)
+        except RequestTimeout as error:
+            return "did not finish in time" in str(error) and list(chunks) == []
+    return False
+
+
 def test_a_timeout_is_of_the_whole_request(
-    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient, server: TritonServer, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    # Where the first token needs longer than one of these times, all tokens need longer than the
-    # next.
-    for timeout_s in (0.5, 2.0, 8.0):
-        chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=timeout_s)
-        with suppress(RequestTimeout):
-            assert next(chunks).token_ids
-            break
-    with pytest.raises(RequestTimeout, match="did not finish in time"):
-        list(chunks)
-    assert list(chunks) == []
-    with pytest.raises(RequestTimeout):
+    # The rank stands still for less time than after which it counts as dead.
+    timeouts_s = (0.5, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0)
+    assert any(times_out_after_a_token(client, server, timeout_s) for timeout_s in timeouts_s)
+    with rank_stopped(server.runtime), pytest.raises(RequestTimeout):
         client.generate("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.2)
     wait_until_cancelled()
 
@@ -275,32 +299,44 @@ def test_a_full_disk_ends_generate_in_one_line(url: str) -> None:
 
 
 def _generate_process(url: str) -> subprocess.Popen[bytes]:
+    """Returns when it has printed a character of a long answer."""
     script = (
         "import sys; from fastserve_client.terminal import generate_to_terminal; "
         f"sys.exit(generate_to_terminal('Hello', url={url!r}, "
         f"max_tokens={LONG}, ignore_eos=True))"
     )
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+    assert process.stdout is not None
+    os.read(process.stdout.fileno(), 1)
+    return process
 
 
-def test_ctrl_c_ends_generate_with_its_closing_line(url: str) -> None:
-    with _generate_process(url) as process:
-        assert process.stdout is not None
-        os.read(process.stdout.fileno(), 1)
+def test_ctrl_c_ends_generate_with_its_closing_line(
+    url: str, server: TritonServer, wait_until_cancelled: Callable[[], None]
+) -> None:
+    with (
+        ExitStack() as stack,
+        job_held(server, lambda: stack.enter_context(_generate_process(url))) as process,
+    ):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.INTERRUPTED
     assert err.decode().endswith("finish reason: cancelled\n")
     assert "Traceback" not in err.decode()
+    wait_until_cancelled()
 
 
-def test_a_reader_that_goes_away_ends_generate_quietly(url: str) -> None:
-    with _generate_process(url) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        os.read(process.stdout.fileno(), 1)
-        process.stdout.close()
+def test_a_reader_that_goes_away_ends_generate_quietly(
+    url: str, server: TritonServer, wait_until_cancelled: Callable[[], None]
+) -> None:
+    with ExitStack() as stack:
+        with job_held(server, lambda: stack.enter_context(_generate_process(url))) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+        # Texts of later tokens do not reach a reader.
         assert process.wait(DEADLINE_S) == ExitCode.BROKEN_PIPE
         assert process.stderr.read() == b""
+    wait_until_cancelled()

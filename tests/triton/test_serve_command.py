@@ -32,6 +32,7 @@ def serve_command(config: EngineConfig, directory: Path) -> list[str]:
     return [*FASTSERVE, "serve", "--config", str(file), *ports]
 
 
+@pytest.mark.timeout(400)
 def test_the_command_that_it_recommends_reaches_it(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
@@ -51,6 +52,7 @@ def test_the_command_that_it_recommends_reaches_it(
     assert "2 tokens" in done.stderr
 
 
+@pytest.mark.timeout(400)
 def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None:
     """The server still answers, replaces a dead rank, and ends."""
     command = serve_command(tiny_config, tmp_path)
@@ -60,18 +62,21 @@ def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None
             lines = takewhile(lambda line: "  metrics  " not in line, server.stderr)
             (recommended,) = re.findall(r"\(fastserve (generate .*)\)\n", "".join(lines))
             _fill(server.stderr.fileno())
-            ranks = [
-                process
-                for process in psutil.Process(server.pid).children(recursive=True)
-                if "fastserve_backend.worker" in process.cmdline()
-            ]
-            ranks[0].kill()
+            _rank_of(server).kill()
             generate = [*FASTSERVE, *shlex.split(recommended), "--max-tokens", "2"]
             subprocess.run(generate, check=True, timeout=DEADLINE_S)
             server.send_signal(signal.SIGTERM)
             assert server.wait(DEADLINE_S) == 0
         finally:
             server.kill()
+
+
+def _rank_of(server: subprocess.Popen[str]) -> psutil.Process:
+    for process in psutil.Process(server.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if "fastserve_backend.worker" in process.cmdline():
+                return process
+    raise AssertionError("the server has no rank")
 
 
 def _fill(pipe: int) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_client import Chunk, FastServeClient
+from fastserve_client import Chunk, FastServeClient, TokenStream
 from fastserve_client.results import Completion
-from running_server import running_server
+from running_server import job_held, running_server
+from serving_client import metric, settle
 from tiny_model import engine_options
 from waiting import wait_for
 
@@ -50,13 +51,29 @@ def test_the_first_token_comes_alone_and_the_others_in_groups(
 def test_no_token_is_kept_for_long(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """Tokens that were made come without later ones, for which they could wait."""
     config = EngineConfig().with_keys(**engine_options(tiny_model), stream_interval=1_000_000)
     log_path = tmp_path_factory.mktemp("keeping") / "server.log"
     with (
         running_server(config, log_path) as triton,
         FastServeClient(f"grpc://{triton.endpoints.grpc_url}") as client,
-        client.stream("Hello", max_tokens=1900, ignore_eos=True) as chunks,
     ):
-        sizes = [len(chunk.token_ids) for chunk in chunks]
-    assert sum(sizes) == 1900
-    assert len(sizes) >= 4  # the first, some after a time, the last
+
+        def num_generated() -> int:
+            return int(metric(triton.endpoints.metrics_url, "fastserve_generation_tokens_total"))
+
+        def start() -> tuple[TokenStream, int, int]:
+            settle(triton.endpoints)
+            before = num_generated()
+            chunks = client.stream("Hello", max_tokens=1900, ignore_eos=True)
+            num_tokens = len(next(chunks).token_ids)
+            wait_for(lambda: num_generated() > before + num_tokens)
+            return chunks, num_tokens, before
+
+        with job_held(triton, start) as (chunks, num_tokens, before):
+            expected = num_generated() - before
+            assert num_tokens < expected < 1900
+            while num_tokens < expected:
+                num_tokens += len(next(chunks).token_ids)
+            assert num_tokens == expected
+        assert num_tokens + sum(len(chunk.token_ids) for chunk in chunks) == 1900

@@ -13,12 +13,21 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import ModelLoadError
-from fastserve_backend.serving.runtime import RuntimeDirectory
+from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient
 from running_gateway import RunningGateway, running_gateway
-from running_server import rank_stopped, running_server
-from serving_client import GENERATE, GrpcStream, generate, post
+from running_server import job_held, rank_stopped, running_server
+from serving_client import (
+    ANSWER_TIMEOUT_S,
+    GENERATE,
+    GrpcStream,
+    generate,
+    post,
+    unfinished_jobs,
+    wait_until_idle,
+)
 from trace_receiver import ReceivedSpan, TraceReceiver, trace_receiver
+from waiting import wait_for
 
 CLIENT_SPAN = "00f067aa0ba902b7"
 PHASES = ("queue", "prefill", "decode")
@@ -30,9 +39,12 @@ REQUEST = {"text_input": "hello", "max_tokens": 4, "temperature": 0.0, "ignore_e
 @dataclass(frozen=True)
 class Traced:
     receiver: TraceReceiver
-    endpoints: Endpoints
-    runtime: RuntimeDirectory
+    server: TritonServer
     gateway: RunningGateway
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return self.server.endpoints
 
     def wait_for_job(self, trace_id: str) -> ReceivedSpan:
         """The job's span, whose phases are its children and follow each other."""
@@ -53,7 +65,7 @@ def traced(tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) 
         with running_server(config, directory / "server.log") as server:
             url = f"grpc://{server.endpoints.grpc_url}"
             with running_gateway(url, directory / "gateway.log") as gateway:
-                yield Traced(receiver, server.endpoints, server.runtime, gateway)
+                yield Traced(receiver, server, gateway)
 
 
 def new_trace() -> tuple[str, str]:
@@ -121,15 +133,24 @@ def test_a_request_through_the_gateway_is_one_trace(traced: Traced) -> None:
 
 
 def test_a_client_that_goes_away_shows_in_both_spans(traced: Traced) -> None:
-    trace_id, header = new_trace()
     body = {"model": "fastserve", "prompt": "hello", "max_tokens": 900, "stream": True}
     body["ignore_eos"] = True
     url = f"{traced.gateway.api_url}/completions"
+    wait_until_idle(traced.endpoints)
     with ExitStack() as stack:
-        with httpx2.stream("POST", url, json=body, headers={"traceparent": header}) as answer:
+
+        def start() -> tuple[str, httpx2.Response]:
+            trace_id, header = new_trace()
+            headers = {"traceparent": header}
+            answer = stack.enter_context(
+                httpx2.stream("POST", url, json=body, headers=headers, timeout=ANSWER_TIMEOUT_S)
+            )
             next(answer.iter_lines())
-            stack.enter_context(rank_stopped(traced.runtime))  # else the job might end before
-        traced.receiver.wait_for(trace_id, "POST /v1/completions")
+            return trace_id, answer
+
+        with job_held(traced.server, start) as (trace_id, answer):
+            answer.close()
+            traced.receiver.wait_for(trace_id, "POST /v1/completions")
     spans = traced.receiver.wait_for(trace_id, "POST /v1/completions", *JOB)
     request, job = named(spans, "POST /v1/completions", "job")
     assert request.attributes["http.response.status_code"] == 499
@@ -189,18 +210,21 @@ def test_preemptions_and_swaps_are_spans(traced: Traced) -> None:
     # Each stream needs 25 blocks in the end; the device has 60.
     prompts = [[rng.randrange(3, 1024) for _ in range(200)] for _ in range(12)]
     traces = [new_trace() for _ in prompts]
-    streams = [
-        GrpcStream(
-            traced.endpoints.grpc_url,
-            headers={"traceparent": header},
-            input_ids=ids,
-            stream=True,
-            max_tokens=200,
-            ignore_eos=True,
-            return_perf_metrics=True,
-        )
-        for ids, (_, header) in zip(prompts, traces, strict=True)
-    ]
+    wait_until_idle(traced.endpoints)
+    with rank_stopped(traced.server.runtime):  # until all have arrived
+        streams = [
+            GrpcStream(
+                traced.endpoints.grpc_url,
+                headers={"traceparent": header},
+                input_ids=ids,
+                stream=True,
+                max_tokens=200,
+                ignore_eos=True,
+                return_perf_metrics=True,
+            )
+            for ids, (_, header) in zip(prompts, traces, strict=True)
+        ]
+        wait_for(lambda: unfinished_jobs(traced.endpoints.metrics_url) == len(streams))
     answers = [stream.finish() for stream in streams]
     num_copies = 0
     for answer, (trace_id, _) in zip(answers, traces, strict=True):

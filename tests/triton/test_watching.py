@@ -8,16 +8,18 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from itertools import pairwise
+from contextlib import ExitStack, suppress
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import tritonclient.grpc as grpcclient
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.watches import MAX_WATCHES
 from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import (
     AsyncFastServeClient,
     EngineState,
@@ -25,21 +27,24 @@ from fastserve_client import (
     ServerUnavailable,
     protocol,
 )
-from running_server import running_server
+from running_server import rank_stopped, running_server
 from serving_client import (
+    ANSWER_TIMEOUT_S,
     GENERATE,
     GENERATE_STREAM,
     STATUS_HEADER,
     GrpcStream,
     generate,
-    http_stream,
     post,
+    server_sent_events,
     tensors,
     unfinished_jobs,
+    wait_until_idle,
 )
-from waiting import wait_for
+from waiting import DEADLINE_S, wait_for
 
-DEADLINE_S = 30.0
+END_TIMEOUT_S = 60.0
+ATTEMPTS = 10
 PICTURE_DEADLINE_S = 60.0
 LONG = {"text_input": "a long one", "stream": True, "max_tokens": 3500, "ignore_eos": True}
 
@@ -56,6 +61,7 @@ class Watch:
         )
         self._ends_with_error = headers is not None
         self.error: Any = None
+        self.picture: EngineState | None = None
         self._ask()
 
     def _ask(self) -> None:
@@ -115,13 +121,15 @@ class Watch:
         self._client.close()
 
 
-def accepted(endpoints: Endpoints) -> Watch:
-    """A watch, as soon as the server has dropped the watches of earlier tests."""
+def accepted(endpoints: Endpoints, interval_ms: int = 50) -> Watch:
+    """A watch, as soon as the server has dropped the watches of earlier tests. Its first picture is
+    read."""
     found: list[Watch] = []
 
     def is_accepted() -> bool:
-        one = Watch(endpoints.grpc_url)
-        if one.next() is None:
+        one = Watch(endpoints.grpc_url, interval_ms)
+        one.picture = one.next()
+        if one.picture is None:
             one.close()
         else:
             found.append(one)
@@ -129,6 +137,14 @@ def accepted(endpoints: Endpoints) -> Watch:
 
     wait_for(is_accepted, DEADLINE_S)
     return found[0]
+
+
+def picture(endpoints: Endpoints) -> EngineState:
+    """The engine now: a new watch gets a picture as soon as a step has ended."""
+    one = accepted(endpoints)
+    one.close()
+    assert one.picture is not None
+    return one.picture
 
 
 @pytest.fixture
@@ -142,8 +158,31 @@ def idle(state: EngineState) -> bool:
     return state.running + state.waiting == 0 and state.device.used_blocks == 0
 
 
+def begun_job(endpoints: Endpoints) -> tuple[GrpcStream, EngineState, EngineState]:
+    """A job with more than 20 tokens, a picture before it and one with it."""
+    for _ in range(ATTEMPTS):
+        wait_until_idle(endpoints)
+        first = picture(endpoints)
+        stream = GrpcStream(
+            endpoints.grpc_url,
+            input_ids=list(range(5, 105)),
+            request_id="nobody else may know this",
+            stream=True,
+            max_tokens=3500,
+            ignore_eos=True,
+        )
+        while len(stream.answer.token_ids) <= 20:
+            stream.step()
+        state = picture(endpoints)
+        if state.jobs:
+            return stream, first, state
+    raise AssertionError(f"the job ended {ATTEMPTS} times before the picture")
+
+
 def test_a_picture_of_jobs_and_memory(watch: Watch, endpoints: Endpoints) -> None:
-    first = watch.until(idle)
+    wait_until_idle(endpoints)
+    watch.until(idle)
+    stream, first, state = begun_job(endpoints)
     assert first.jobs == ()
     assert first.policy == "skip_join_mlfq"
     assert first.policy_description.startswith("skip_join_mlfq: ")
@@ -152,52 +191,71 @@ def test_a_picture_of_jobs_and_memory(watch: Watch, endpoints: Endpoints) -> Non
     assert quanta == sorted(quanta)
     assert (first.device.num_blocks, first.block_size) == (240, 16)
     assert first.host.num_blocks > 0
-    prompt = list(range(5, 105))
-    stream = GrpcStream(
-        endpoints.grpc_url,
-        input_ids=prompt,
-        request_id="nobody else may know this",
-        stream=True,
-        max_tokens=3500,
-        ignore_eos=True,
-    )
-    stream.first_token()
-    state = watch.until(lambda state: state.jobs and state.jobs[0].output_tokens > 20)
     (job,) = state.jobs
     assert job.prompt_tokens == 100
+    assert job.output_tokens > 20
     assert job.state == "running"
     assert job.device_blocks == state.device.used_blocks >= 8
     assert job.waited_s >= 0
     assert (state.running, state.waiting, state.swapped) == (1, 0, 0)
     assert sum(level.num_jobs for level in state.levels) == 1
     assert state.levels[job.level].num_jobs == 1
-    later = watch.until(lambda later: later.time_s > state.time_s)
-    assert later.totals.iterations > state.totals.iterations
+    watch.until(lambda later: later.totals.iterations > state.totals.iterations)
     assert state.totals.generation_tokens > first.totals.generation_tokens
     assert state.totals.prompt_tokens == first.totals.prompt_tokens + 100
-    watch.until(lambda state: state.jobs[0].level > 0)  # the job has used up its quantum
+    # The job uses up its quantum.
+    watch.until(lambda later: later.totals.demotions > first.totals.demotions)
     stream.cancel()
     watch.until(idle)
 
 
+def first_pictures(endpoints: Endpoints, number: int) -> list[str]:
+    """Over HTTP, as soon as the server has dropped the watches of earlier tests."""
+    accepted(endpoints).close()
+    found: list[str] = []
+
+    def has_found() -> bool:
+        body = {"watch_interval_ms": 50, "stream": True}
+        url = endpoints.http_url + GENERATE_STREAM
+        with httpx2.stream("POST", url, json=body, timeout=ANSWER_TIMEOUT_S) as response:
+            if response.status_code == 200:
+                events = server_sent_events(response.iter_lines())
+                found[:] = [event["engine_state"] for event in islice(events, number)]
+        return len(found) == number
+
+    wait_for(has_found)
+    return found
+
+
 def test_neither_texts_nor_request_ids_are_in_it(endpoints: Endpoints) -> None:
-    stream = GrpcStream(endpoints.grpc_url, request_id="user-4711", **LONG)
-    stream.first_token()
-    body = {"watch_interval_ms": 50, "stream": True}
-    with http_stream(endpoints.http_url, body) as events:
-        text = next(events)["engine_state"]
-    stream.cancel()
+    for _ in range(ATTEMPTS):
+        wait_until_idle(endpoints)
+        stream = GrpcStream(endpoints.grpc_url, request_id="user-4711", **LONG)
+        stream.first_token()
+        (text,) = first_pictures(endpoints, 1)
+        stream.cancel()
+        if json.loads(text)["jobs"]:  # else the job has ended
+            break
     assert "user-4711" not in text
     assert "a long one" not in text
     assert len(json.loads(text)["jobs"]) == 1
 
 
-def test_more_jobs_than_are_listed_are_counted(watch: Watch, endpoints: Endpoints) -> None:
-    with ExitStack() as stack:
+def test_more_jobs_than_are_listed_are_counted(watch: Watch, server: TritonServer) -> None:
+    endpoints = server.endpoints
+    wait_until_idle(endpoints)
+    with (
+        grpcclient.InferenceServerClient(endpoints.grpc_url) as client,
+        ExitStack() as arrived,
+    ):
+        arrived.enter_context(rank_stopped(server.runtime))  # else the first ones might end
+        client.start_stream(lambda result, error: None)
         for _ in range(270):
-            stream = GrpcStream(endpoints.grpc_url, **LONG)
-            stack.callback(stream.cancel)
+            client.async_stream_infer(protocol.MODEL_NAME, tensors(**LONG))
+        wait_for(lambda: unfinished_jobs(endpoints.metrics_url) == 270)
+        arrived.close()
         state = watch.until(lambda state: state.running + state.waiting == 270)
+        client.stop_stream(cancel_requests=True)
         assert len(state.jobs) == 256
         assert sum(job.state == "running" for job in state.jobs) == state.running
         assert len({job.number for job in state.jobs}) == 256
@@ -205,23 +263,45 @@ def test_more_jobs_than_are_listed_are_counted(watch: Watch, endpoints: Endpoint
     watch.until(idle)
 
 
-def test_jobs_on_the_host_are_seen(watch: Watch, endpoints: Endpoints) -> None:
+def is_swapped(state: EngineState) -> bool:
+    return any(job.state == "swapped" for job in state.jobs)
+
+
+def test_jobs_on_the_host_are_seen(watch: Watch, server: TritonServer) -> None:
+    endpoints = server.endpoints
+    wait_until_idle(endpoints)
     before = watch.until(idle)
-    # The cache holds five of them at their ends. They are so long that many run at once, however
-    # slowly they arrive.
-    streams = [
-        GrpcStream(
-            endpoints.grpc_url, input_ids=[7] * 500, stream=True, max_tokens=250, ignore_eos=True
+    num_tokens = before.totals.prompt_tokens
+    for _ in range(ATTEMPTS):
+        # The cache holds five of them at their ends.
+        with rank_stopped(server.runtime):  # until all have arrived
+            streams = [
+                GrpcStream(
+                    endpoints.grpc_url,
+                    input_ids=[7] * 500,
+                    stream=True,
+                    max_tokens=250,
+                    ignore_eos=True,
+                )
+                for _ in range(16)
+            ]
+            wait_for(lambda: unfinished_jobs(endpoints.metrics_url) == 16)
+        # Between two pictures all may come back.
+        num_tokens += 16 * 500
+        state = watch.until(
+            lambda state: (
+                is_swapped(state) or (idle(state) and state.totals.prompt_tokens >= num_tokens)  # noqa: B023
+            )
         )
-        for _ in range(16)
-    ]
-    state = watch.until(lambda state: any(job.state == "swapped" for job in state.jobs))
+        for stream in streams:
+            assert stream.finish().error is None
+        if is_swapped(state):
+            break
     swapped = [job for job in state.jobs if job.state == "swapped"]
+    assert swapped
     assert all(job.device_blocks == 0 < job.host_blocks for job in swapped)
     assert state.swapped >= len(swapped)
     assert state.host.used_blocks >= sum(job.host_blocks for job in swapped)
-    for stream in streams:
-        assert stream.finish().error is None
     after = watch.until(idle)
     assert after.totals.swap_out_bytes > before.totals.swap_out_bytes
     assert after.totals.swap_in_bytes > before.totals.swap_in_bytes
@@ -230,10 +310,9 @@ def test_jobs_on_the_host_are_seen(watch: Watch, endpoints: Endpoints) -> None:
 
 def test_two_watchers_at_their_own_pace(endpoints: Endpoints) -> None:
     with ExitStack() as stack:
-        quick, slow = Watch(endpoints.grpc_url, 50), Watch(endpoints.grpc_url, 10_000)
+        quick, slow = accepted(endpoints, 50), accepted(endpoints, 10_000)
         stack.callback(quick.close)
         stack.callback(slow.close)
-        assert slow.next() is not None  # the first picture comes at once
         times = [quick.until(lambda state: True).time_s for _ in range(5)]
         assert all(later - earlier >= 0.05 for earlier, later in pairwise(times))
 
@@ -297,14 +376,14 @@ def test_over_http(endpoints: Endpoints) -> None:
     assert "stream: got False" in refused.text
     refused = post(endpoints.http_url, GENERATE_STREAM, {"watch_interval_ms": 1, "stream": True})
     assert refused.status_code == 400
-    with http_stream(endpoints.http_url, {"watch_interval_ms": 50, "stream": True}) as events:
-        states = [EngineState.from_json(next(events)["engine_state"]) for _ in range(3)]
+    states = [EngineState.from_json(text) for text in first_pictures(endpoints, 3)]
     assert states[0].time_s < states[1].time_s < states[2].time_s
 
 
 def test_a_watch_holds_up_no_job(watch: Watch, endpoints: Endpoints) -> None:
     """The tokens are the same, and a watch never counts as a job."""
     request = {"text_input": "b", "max_tokens": 50, "seed": 3, "ignore_eos": True}
+    wait_until_idle(endpoints)
     before = watch.until(idle).totals.generation_tokens
     watched = generate(endpoints.grpc_url, **request)
     watch.until(lambda state: state.totals.generation_tokens == before + 50 and idle(state))
@@ -320,8 +399,11 @@ def test_a_watch_holds_up_no_job(watch: Watch, endpoints: Endpoints) -> None:
 
 async def test_the_client_has_typed_pictures(endpoints: Endpoints) -> None:
     async with AsyncFastServeClient(endpoints.grpc_url) as client:
-        async with client.watch(0.05) as watch:
-            states = [await asyncio.wait_for(anext(watch), DEADLINE_S) for _ in range(3)]
+        states: list[EngineState] = []
+        while not states:
+            async with asyncio.timeout(DEADLINE_S), client.watch(0.05) as watch:
+                with suppress(ServerUnavailable):  # until watches of earlier tests are dropped
+                    states = [await anext(watch) for _ in range(3)]
         assert states[0].time_s < states[-1].time_s
         assert [state async for state in watch] == []
         with pytest.raises(InvalidRequest, match="watch_interval_ms: got 1; must be from 50"):
@@ -359,7 +441,7 @@ def test_watchers_do_not_hold_up_the_end(tiny_config: EngineConfig, tmp_path: Pa
         answer = stream.finish()
         assert answer.error is None
         assert len(answer.token_ids) == 300
-        stopper.join(DEADLINE_S)
+        stopper.join(END_TIMEOUT_S)
         assert not stopper.is_alive()
     log = log_path.read_text(encoding="utf-8")
     assert "unloading" in log  # nothing has kept the model

@@ -8,7 +8,7 @@ import sys
 import pytest
 from refused_command import refused_command
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 FASTSERVE = f"{sys.executable} -m fastserve_backend"
 _UNUSED_URL = "--url grpc://127.0.0.1:1"
 

@@ -35,6 +35,7 @@ from fastserve_client.schema_formats import KNOWN_FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from started_processes import StartedProcesses, noting_processes
 
 DEADLINE_S = 60.0
 EOS = (2, 3)
@@ -203,8 +204,8 @@ def random_answer(compiler: Compiler, matcher: LLMatcher, rng: random.Random) ->
 class Asker:
     """A client that keeps answers until the test takes them."""
 
-    def __init__(self) -> None:
-        self._others = grammars_processes()
+    def __init__(self, started: StartedProcesses) -> None:
+        self._started = started
         self.answers: queue.SimpleQueue[FromGrammars] = queue.SimpleQueue()
         self.client = GrammarClient(lambda: Vocabulary(TOKENS, SPECIALS, EOS), self.answers.put)
 
@@ -220,21 +221,16 @@ class Asker:
         return found
 
     def process(self) -> psutil.Process:
-        [process] = grammars_processes() - self._others
+        [process] = self._started.left("fastserve_backend.grammars")
         return process
-
-
-def grammars_processes() -> set[psutil.Process]:
-    """The grammar processes of this process; engines of other tests may have some."""
-    children = psutil.Process().children()
-    return {one for one in children if "fastserve_backend.grammars" in one.cmdline()}
 
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    asker = Asker()
-    yield asker
-    asker.client.close()
+    with noting_processes() as started:
+        asker = Asker(started)
+        yield asker
+        asker.client.close()
     assert asker.answers.empty()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
-import psutil
 import pytest
 from fastserve_backend.system.helper_process import HelperProcess
+from started_processes import StartedProcesses, noting_processes
 from waiting import DEADLINE_S, wait_for
 
 # It returns each message. At "die" it exits with code 7; after "stay" it ignores the request to
@@ -40,6 +40,9 @@ while True:
         if word.text != "hush":
             engine.send(word)
 """
+
+
+LOGGER = "fastserve_backend.system.helper_process"
 
 
 class Word(msgspec.Struct, array_like=True):
@@ -91,13 +94,20 @@ class Echo(HelperProcess[Word]):
 
 
 @pytest.fixture
-def echo() -> Iterator[Echo]:
+def started() -> Iterator[StartedProcesses]:
+    with noting_processes() as noted:
+        yield noted
+
+
+@pytest.fixture
+def echo(started: StartedProcesses) -> Iterator[Echo]:
     echo = Echo()
     echo.start()
     assert echo.event() == Started()
     yield echo
     echo.stop(0.0)
-    assert not [one for one in psutil.Process().children() if CHILD in one.cmdline()]
+    assert started.of(CHILD)
+    assert not started.left(CHILD)
 
 
 def test_messages_of_any_size_come_back_in_order(echo: Echo) -> None:
@@ -118,7 +128,7 @@ def test_a_dead_child_is_replaced_until_the_limit(
             assert echo.event() == Started()
     assert echo.event() == "3 restarts in 10 minutes"
     assert not echo.send(Word("nobody is there"))
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [one.getMessage() for one in caplog.records if one.name == LOGGER]
     assert messages[0].startswith("the echo ended with exit code 7; nobody waits (restart 1 of")
     assert "there were 3 restarts in 10 minutes already" in messages[-1]
 
@@ -153,10 +163,10 @@ def test_what_was_sent_before_the_end_is_answered(echo: Echo) -> None:
     assert not echo.send(Word("too late"))
 
 
-def test_a_child_that_does_not_end_is_killed(echo: Echo) -> None:
+def test_a_child_that_does_not_end_is_killed(echo: Echo, started: StartedProcesses) -> None:
     echo.send(Word("stay"))
     assert echo.event() == Word("stay")
-    [child] = [one for one in psutil.Process().children() if CHILD in one.cmdline()]
+    [child] = started.of(CHILD)
     closing = threading.Thread(target=echo.stop, args=(0.5,))
     closing.start()
     wait_for(lambda: not child.is_running())

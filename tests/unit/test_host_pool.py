@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import huge_pages
 import pytest
 import torch
 from emulated_gpu import DEVICE, EmulatedGPU, emulated_gpu
@@ -23,8 +24,6 @@ from fastserve_backend.worker.host_store import PlainStore
 MIB = 2**20
 CPU = torch.device("cpu")
 HUGE = 2 * MIB
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-has_huge_pages = HUGE_PAGES.exists() and "[never]" not in HUGE_PAGES.read_text()
 
 
 @pytest.fixture
@@ -47,6 +46,12 @@ def mapped(address: int) -> str | None:
     return flags
 
 
+def is_pinned(address: int) -> bool:
+    """Whether memory for a GPU is there. Other memory, which may take its place, is copied on
+    fork."""
+    return "dc" in (mapped(address) or "").split()
+
+
 @pytest.mark.parametrize("block_bytes", [4096, 3 * MIB, 5000])
 def test_pieces_hold_whole_blocks_and_whole_pages(block_bytes: int, gpu: EmulatedGPU) -> None:
     num_blocks = 18 * MIB // block_bytes
@@ -67,10 +72,12 @@ def test_pieces_hold_whole_blocks_and_whole_pages(block_bytes: int, gpu: Emulate
     pool.close()
 
 
-@pytest.mark.skipif(not has_huge_pages, reason="this kernel has no huge pages")
+@pytest.mark.skipif(not huge_pages.are_allowed(), reason="this kernel has no huge pages")
 def test_pinned_memory_is_private_in_huge_pages_and_not_for_children(
     gpu: EmulatedGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if not huge_pages.are_free(64 * MIB):
+        pytest.skip("this machine's free memory has too few huge pages")
     caplog.set_level(logging.INFO)
     pool = HostPool(16, MIB, DEVICE)
     address = pool.blocks.data_ptr()
@@ -108,14 +115,25 @@ def test_memory_is_unmapped_once_with_its_last_user(gpu: EmulatedGPU) -> None:
     del pool
     gc.collect()
     assert not gpu.registered  # before it is unmapped
-    assert mapped(address) is not None
+    assert is_pinned(address)
     del blocks
     gc.collect()
-    assert mapped(address) is None
+    assert not is_pinned(address)
 
 
-def test_a_refused_piece_undoes_the_others(gpu: EmulatedGPU) -> None:
-    before = Path("/proc/self/maps").read_text().count("\n")
+def test_a_refused_piece_undoes_the_others(
+    gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: dict[int, bool] = {}
+    runtime = torch.cuda.cudart()
+    register = runtime.cudaHostRegister
+
+    def note_and_register(address: int, *others: int) -> int:
+        pinned[address] = is_pinned(address)
+        return register(address, *others)
+
+    runtime.cudaHostRegister = note_and_register
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     gpu.most_registered = 9 * MIB
     with pytest.raises(
         ConfigError,
@@ -125,7 +143,9 @@ def test_a_refused_piece_undoes_the_others(gpu: EmulatedGPU) -> None:
         HostPool(18, MIB, DEVICE)
     assert not gpu.registered
     gc.collect()
-    assert Path("/proc/self/maps").read_text().count("\n") <= before + 1
+    assert all(pinned.values())
+    assert len(pinned) > 2
+    assert not any(map(is_pinned, pinned))
 
 
 def test_each_thread_registers_for_the_rank_s_gpu(
@@ -177,7 +197,7 @@ except ConfigError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, timeout=150
     )
     assert done.stdout.startswith(
         "kv_cache.swap_space_gib: 128.0 GiB of host memory cannot be mapped (Cannot allocate "

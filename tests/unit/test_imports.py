@@ -244,7 +244,7 @@ def test_a_command_without_its_packages_says_what_to_install(
         "from fastserve_backend.cli.app import main; main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr

@@ -40,8 +40,11 @@ class TracedJob:
         """The times of the spans below the job's, by name, in seconds since its arrival."""
         stats = JobStats(0.0, scheduled_s, first_s, last_s, 1, 2, 0.5, 3, 7, 4, 9, 0.0)
         self.clock.advance_to(END_S)
-        arrival_ns = time.time_ns() - int(END_S * 1e9)
-        self.spans.on_end(JobOutput("", (), (), reason, refusal=refusal, stats=stats))
+        now_ns = time.time_ns()
+        arrival_ns = now_ns - int(END_S * 1e9)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time_ns", lambda: now_ns)
+            self.spans.on_end(JobOutput("", (), (), reason, refusal=refusal, stats=stats))
         times: dict[str, list[tuple[float, float]]] = {}
         for span in self.sent():
             if span.name != "job":

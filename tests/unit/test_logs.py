@@ -10,7 +10,7 @@ import sys
 import pytest
 from unread_process import unread_process
 
-DEADLINE_S = 60
+DEADLINE_S = 150
 NUM_LINES = 3000
 LOG = """
 import logging, os, sys

@@ -54,7 +54,7 @@ def test_the_server_gets_the_flags_that_it_offers(
         installation, runtime, endpoints, tmp_path / "log", [], {}, loads_others=False
     )
     try:
-        assert wait_readable(30.0, server.handle)
+        assert wait_readable(120.0, server.handle)
     finally:
         server.stop(kill=True)
         runtime.remove()

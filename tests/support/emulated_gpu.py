@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -220,6 +220,8 @@ class EmulatedGPU(TorchDispatchMode):
         if to_gpu:
             kwargs["device"] = _CPU
         operation = partial(func, *tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+        if name in _PRODUCTS:
+            operation = partial(_multiplied, func, *operation.args, **operation.keywords)
         if device is not None and not to_gpu:  # a copy to the host, to pinned memory
             return self._pin(operation())
         if must_zero:
@@ -464,6 +466,20 @@ def _zeroed(operation: partial[Tensor]) -> Tensor:
 def _has_kernel(function: Any) -> bool:
     """Whether an operation of torch computes, and not only makes a view or memory."""
     return not function.is_view and "empty" not in function._schema.name
+
+
+def _multiplied(product: Callable[..., Tensor], *factors: Any, **options: Any) -> Tensor:
+    return product(*map(_without_gaps, factors), **options)
+
+
+def _without_gaps(factor: Any) -> Any:
+    """A copy, if rows have a gap between them. On a CPU with AMX, torch's product of bfloat16 reads
+    into the gap and multiplies by 0, which is NaN for NaN."""
+    if not isinstance(factor, Tensor):
+        return factor
+    steps = zip(factor.shape, factor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * step for size, step in steps)
+    return factor.contiguous() if reach > factor.numel() > 0 else factor
 
 
 def _on_host(value: Any) -> Any:

@@ -54,16 +54,20 @@ def widened(kv: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sink: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None
 ) -> Tensor:
-    """One query head over all that it sees: query [k], key [n, k], value [n, v] -> [v]."""
-    scores = key.double() @ query.double() * rule.scale
+    """The heads of a query over all that it sees: query [heads, k], key [n, kv_heads, k], value
+    [n, kv_heads, v], sinks [heads] -> [heads, v]."""
+    group = query.shape[0] // key.shape[1]
+    key, value = (one.double().repeat_interleave(group, dim=1) for one in (key, value))
+    scores = torch.einsum("hk,nhk->hn", query.double(), key) * rule.scale
     if rule.soft_cap is not None:
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-    if sink is None:
-        return torch.softmax(scores, 0) @ value.double()
-    weights = torch.softmax(torch.cat([scores, sink.double().view(1)]), 0)
-    return weights[:-1] @ value.double()
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        weights = torch.softmax(torch.cat([scores, sinks.double()[:, None]], -1), -1)[:, :-1]
+    return torch.einsum("hn,nhv->hv", weights, value)
 
 
 def paged_attention(
@@ -81,7 +85,7 @@ def paged_attention(
     """
     kv = widened(kv) if is_int8(kv) else kv
     tokens, heads, key_dim = query.shape
-    kv_heads, block_size = kv.shape[3:5]
+    block_size = kv.shape[4]
     out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64)
     for t in range(tokens):
         table, context = block_tables[int(table_starts[t]) :].tolist(), int(context_lens[t])
@@ -92,12 +96,8 @@ def paged_attention(
         if not slots:
             continue
         blocks, offsets = (torch.tensor(column) for column in zip(*slots, strict=True))
-        for head in range(heads):
-            kv_head = head // (heads // kv_heads)
-            key = kv[blocks, layer, 0, kv_head, offsets, :key_dim]
-            value = kv[blocks, layer, 1, kv_head, offsets, :value_dim]
-            sink = None if rule.sinks is None else rule.sinks[head]
-            out[t, head] = attend(query[t, head], key, value, rule, sink)
+        key, value = kv[blocks, layer, 0, :, offsets], kv[blocks, layer, 1, :, offsets]
+        out[t] = attend(query[t], key[..., :key_dim], value[..., :value_dim], rule, rule.sinks)
     return out
 
 

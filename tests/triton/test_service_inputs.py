@@ -16,7 +16,7 @@ from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import AsyncFastServeClient, FastServeClient
 from fastserve_client.engine_state import EngineState
 from fastserve_client.terminal import ExitCode
-from running_server import rank_stopped
+from running_server import job_held
 from serving_client import GrpcStream, http_stream, metric, wait_until_idle
 from waiting import DEADLINE_S, wait_for
 
@@ -124,12 +124,17 @@ def test_the_ends_of_the_metric_count_all_priorities_beyond(server: TritonServer
             for priority in range(-3, 4)
         ]
 
-    wait_until_idle(endpoints)
-    with rank_stopped(server.runtime):
+    def start() -> list[GrpcStream]:
         streams = [
             GrpcStream(endpoints.grpc_url, **LONG, priority=priority)
             for priority in (-100, -3, 1, 99)
         ]
+        for stream in streams:  # the engine takes no job while a step stands still
+            stream.first_token()
+        return streams
+
+    wait_until_idle(endpoints)
+    with job_held(server, start, num_jobs=4) as streams:
         wait_for(lambda: numbers() == [2, 0, 0, 0, 1, 0, 1], DEADLINE_S)
         for stream in streams:
             stream.cancel()

@@ -16,7 +16,7 @@ from serving_client import (
 )
 from waiting import wait_for
 
-ANSWER_TOKENS = 400
+NUM_STREAMS, ANSWER_TOKENS = 10, 240
 GREEDY = {
     "stream": True,
     "max_tokens": ANSWER_TOKENS,
@@ -34,8 +34,8 @@ def test_streams_are_unbroken_while_their_kv_goes_to_the_host_and_back(
 ) -> None:
     endpoints, url = server.endpoints, server.endpoints.metrics_url
     rng = random.Random(4)
-    # Each stream needs 57 blocks in the end; the device has 240.
-    prompts = [[rng.randrange(3, 1024) for _ in range(500)] for _ in range(16)]
+    # Each stream needs 47 blocks in the end; the device has 240.
+    prompts = [[rng.randrange(3, 1024) for _ in range(500)] for _ in range(NUM_STREAMS)]
     alone = {n: generate(endpoints.grpc_url, input_ids=prompts[n], **GREEDY) for n in (0, 9)}
     wait_until_idle(endpoints)
     out_before = metric(url, "fastserve_swap_bytes_total", direction="out")
@@ -46,7 +46,7 @@ def test_streams_are_unbroken_while_their_kv_goes_to_the_host_and_back(
         ]
         wait_for(lambda: unfinished_jobs(url) == len(streams))
     answers = [stream.finish() for stream in streams]
-    assert [len(answer.token_ids) for answer in answers] == [ANSWER_TOKENS] * 16
+    assert [len(answer.token_ids) for answer in answers] == [ANSWER_TOKENS] * NUM_STREAMS
     for number, answer in alone.items():
         assert answers[number].token_ids == answer.token_ids
     assert sum(answer.outputs["num_swaps"] for answer in answers) > 0

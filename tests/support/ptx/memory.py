@@ -89,7 +89,8 @@ class SharedMemory:
         # For each byte: the barriers before its last write or read, and the warp.
         self._written_at, self._writer = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._read_at, self._reader = np.full(size, -1, np.int32), np.zeros(size, np.int32)
-        self._products = np.zeros(size, np.int32)  # that read it and were not waited for
+        # For each 16 bytes: the products that read them and were not waited for.
+        self._products = np.zeros(size // 16, np.int32)
 
     def barrier(self, programs: Array) -> None:
         self._barriers[programs] += 1
@@ -126,21 +127,21 @@ class SharedMemory:
         of_bytes, at, warps = self._of_bytes(places, width, warps)
         _check(of_bytes, at, warps, self._written_at, self._writer, "written by two warps")
         _check(of_bytes, at, warps, self._read_at, self._reader, "written while it is read")
-        if self._products[of_bytes].any():
+        if self._products[of_bytes // 16].any():
             raise MachineError("a product that was not waited for reads what is written")
         _note(of_bytes, at, warps, self._written_at, self._writer)
         self._bytes[of_bytes] = POISON
         return of_bytes
 
     def read_by_product(self, places: Array) -> Array:
-        """uint8 [n, 16], which a product reads until `end_product`."""
+        """uint8 [n, 16], which a product reads until `end_product`. Places are multiples of 16."""
         data = self.read(places, 16, np.full(len(places), SEVERAL))
-        np.add.at(self._products, _spread(places, 16), 1)
+        np.add.at(self._products, places // 16, 1)
         return data
 
     def end_product(self, places: Array) -> None:
         """places: those of `read_by_product`, or some of them."""
-        np.subtract.at(self._products, _spread(places, 16), 1)
+        np.subtract.at(self._products, places // 16, 1)
 
     def _of_bytes(self, places: Array, width: int, warps: Array) -> tuple[Array, Array, Array]:
         """Of each of them: its place, the barriers of its program, and the warp."""

@@ -55,7 +55,11 @@ def copy(executor: DistributedExecutor, is_out: bool, device: list[int], host: l
 
 @pytest.mark.parametrize(
     ("architecture", "name", "tensor_size", "num_stages"),
-    [("sm_80", "opt", 1, 1), ("sm_90", "llama", 2, 1), ("sm_90", "gpt_neox", 1, 2)],
+    [
+        pytest.param("sm_80", "opt", 1, 1, marks=pytest.mark.repeated),
+        ("sm_90", "llama", 2, 1),
+        ("sm_80", "gpt_neox", 1, 2),
+    ],
 )
 def test_as_a_rank_on_a_cpu(
     architecture: str,

@@ -2,6 +2,7 @@
 
     make test-hard                              # every condition once, for hours
     make test-hard HARD="busy quota --runs 3"   # these two, three times each
+    make test-hard HARD="user+avx2+one-thread"  # all three at once
 
 Each run is `make test`, whose output goes to build/hard. At the end come two tables: the runs, and
 what failed by test and condition. The exit code is 1 if anything failed.
@@ -22,6 +23,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +68,20 @@ class Condition:
     """Command that runs the tests."""
     busy: bool = False
     """Other processes want all cores, all the time."""
-    cgroup: tuple[str, Mapping[str, str]] | None = None
-    """A controller of Linux, and its settings."""
+    cgroups: Sequence[tuple[str, Mapping[str, str]]] = ()
+    """Controllers of Linux, and their settings."""
     cold: bool = False
     """No file is in memory when the run begins."""
+
+    def __add__(self, other: Condition) -> Condition:
+        return Condition(
+            f"{self.what}; {other.what}",
+            {**self.environment, **other.environment},
+            [*self.prefix, *other.prefix],
+            self.busy or other.busy,
+            [*self.cgroups, *other.cgroups],
+            self.cold or other.cold,
+        )
 
 
 def _disk() -> str:
@@ -88,17 +101,19 @@ def conditions() -> dict[str, Condition]:
         ),
         "quota": Condition(
             f"{QUOTA:.0%} of the CPU time",
-            cgroup=("cpu", {"cpu.cfs_quota_us": quota_us, "cpu.shares": "1024"}),
+            cgroups=[("cpu", {"cpu.cfs_quota_us": quota_us})],
         ),
         "disk": Condition(
             f"a disk of {DISK_BYTES_A_SECOND >> 20} MiB/s, and nothing of it in memory",
-            cgroup=(
-                "blkio",
-                {
-                    "blkio.throttle.read_bps_device": disk,
-                    "blkio.throttle.write_bps_device": disk,
-                },
-            ),
+            cgroups=[
+                (
+                    "blkio",
+                    {
+                        "blkio.throttle.read_bps_device": disk,
+                        "blkio.throttle.write_bps_device": disk,
+                    },
+                )
+            ],
             cold=True,
         ),
         "empty-cache": Condition(
@@ -188,13 +203,13 @@ def run_under(name: str, condition: Condition, seed: int, log: Path) -> Run:
     """Raises NotHere."""
     with ExitStack() as stack:
         command = [*condition.prefix, "make", "test"]
-        if condition.prefix and shutil.which(condition.prefix[0]) is None:
-            raise NotHere(f"there is no `{condition.prefix[0]}`")
+        if shutil.which(command[0]) is None:
+            raise NotHere(f"there is no `{command[0]}`")
         new = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hard-")))
         variables = _variables(condition, new)
         variables["PYTEST_ADDOPTS"] = f"--random-order {seed} --color no"
-        if condition.cgroup is not None:
-            command = [*stack.enter_context(_cgroup(*condition.cgroup)), *command]
+        for controller, settings in condition.cgroups:
+            command = [*stack.enter_context(_cgroup(controller, settings)), *command]
         if condition.cold:
             _forget_files()
         if condition.busy:
@@ -245,14 +260,15 @@ def main() -> int:
     parser.add_argument(
         "names",
         nargs="*",
-        metavar="CONDITION",
+        metavar="CONDITION[+CONDITION…]",
         help="; ".join(f"{name}: {one.what}" for name, one in every.items()),
     )
     parser.add_argument("--runs", type=int, default=1, help="of each condition")
     parser.add_argument("--seed", type=int, help="of the order of tests; default: random")
     args = parser.parse_args()
-    if unknown := [name for name in args.names if name not in every]:
-        parser.error(f"{', '.join(unknown)}: choose from {', '.join(every)}")
+    unknown = {one for name in args.names for one in name.split("+")} - every.keys()
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(every)}")
     directory = ROOT / "build" / "hard"
     directory.mkdir(parents=True, exist_ok=True)
     runs = []
@@ -261,7 +277,8 @@ def main() -> int:
             seed = random.randrange(10_000) if args.seed is None else args.seed
             log = directory / f"{name}-{seed}.log"
             try:
-                run = run_under(name, every[name], seed, log)
+                condition = reduce(add, (every[one] for one in name.split("+")))
+                run = run_under(name, condition, seed, log)
             except NotHere as error:
                 print(f"{name}: not on this machine: {error}", flush=True)
                 continue

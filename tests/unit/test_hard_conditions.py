@@ -41,8 +41,16 @@ def test_the_report_names_failures_by_test_and_condition() -> None:
 
 def test_no_two_conditions_are_the_same() -> None:
     settings = [
-        (one.environment, one.prefix, one.busy, one.cgroup, one.cold)
+        (one.environment, one.prefix, one.busy, one.cgroups, one.cold)
         for one in conditions().values()
     ]
     assert all(one not in settings[:place] for place, one in enumerate(settings))
     assert len(settings) == 10
+
+
+def test_conditions_add_up() -> None:
+    every = conditions()
+    both = every["nice"] + every["one-thread"] + every["quota"]
+    assert both.environment == {"OMP_NUM_THREADS": "1"}
+    assert (list(both.prefix), both.busy, both.cold) == (["nice", "-n", "19"], True, False)
+    assert both.cgroups == every["quota"].cgroups

@@ -54,11 +54,24 @@ def listen(host: str, port: int, flag: str = "port") -> socket.socket:
         ListenError: there is no such host, it is not this machine, or no port has this number.
         PortBusy: the port is taken.
     """
+    return _open(host, port, flag, listens=True)
+
+
+def reserve(host: str, port: int, flag: str = "port") -> socket.socket:
+    """A socket that keeps a port without listening. Arguments and errors are those of ``listen``.
+
+    Linux gives the port to nobody who asks for any free one. A server that asks for its number, and
+    sets SO_REUSEADDR as nearly all do, can listen there meanwhile.
+    """
+    return _open(host, port, flag, listens=False)
+
+
+def _open(host: str, port: int, flag: str, *, listens: bool) -> socket.socket:
     if port not in _PORTS:
         raise ListenError(f"{flag}: got {port}; must be 0 to {_PORTS[-1]}")
     family, kind, _, _, address = _addresses(host, port)[0]
     try:
-        return _listener(family, kind, address)
+        return _bound(family, kind, address, listens=listens)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise _no_such_host(host, "this machine has no such address") from None
@@ -68,17 +81,18 @@ def listen(host: str, port: int, flag: str = "port") -> socket.socket:
         ) from None
 
 
-def _listener(family: int, kind: int, address: Any) -> socket.socket:
-    listener = socket.socket(family, kind)
+def _bound(family: int, kind: int, address: Any, *, listens: bool) -> socket.socket:
+    bound = socket.socket(family, kind)
     try:
         # Connections of an earlier server in TIME_WAIT do not count as busy.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        if listens:
+            bound.listen(_BACKLOG)
     except OSError:
-        listener.close()
+        bound.close()
         raise
-    return listener
+    return bound
 
 
 def _addresses(host: str, port: int | None) -> list[tuple[Any, ...]]:

@@ -17,6 +17,7 @@ from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_client.listening import reserve
 from PIL import Image
 from running_gateway import RunningGateway, running_gateway
 from running_server import job_held, rank_stopped, running_server
@@ -339,16 +340,16 @@ def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path:
 def test_a_key_that_is_given_while_the_gateway_is_away(
     page: Page, endpoints: Endpoints, tmp_path: Path
 ) -> None:
-    flags = guarded_by(tmp_path)
-    with running_gateway(endpoints.grpc_url, tmp_path / "first.log", *flags) as gateway:
-        page.open(gateway)
-        page.until(lambda: page.text("status") == "an API key is needed")
-    page.find("key").send_keys("sk-live" + Keys.ENTER)
-    page.until(lambda: page.text("status") == "no gateway; trying again")
-    flags += ["--port", gateway.url.rpartition(":")[2]]
-    with running_gateway(endpoints.grpc_url, tmp_path / "second.log", *flags):
-        page.until_live()
-        page.driver.get("about:blank")
+    with reserve("127.0.0.1", 0) as reserved:  # else others could get the port meanwhile
+        flags = [*guarded_by(tmp_path), "--port", str(reserved.getsockname()[1])]
+        with running_gateway(endpoints.grpc_url, tmp_path / "first.log", *flags) as gateway:
+            page.open(gateway)
+            page.until(lambda: page.text("status") == "an API key is needed")
+        page.find("key").send_keys("sk-live" + Keys.ENTER)
+        page.until(lambda: page.text("status") == "no gateway; trying again")
+        with running_gateway(endpoints.grpc_url, tmp_path / "second.log", *flags):
+            page.until_live()
+            page.driver.get("about:blank")
 
 
 def test_a_hidden_tab_does_not_connect(page: Page, gateway: RunningGateway) -> None:

@@ -70,10 +70,11 @@ class Replicas:
     def restart(self, number: int) -> None:
         """Drains one server, as SIGTERM does, and starts another one in its place."""
         old = self[number]
-        old.stop()
         ports = old.endpoints.http_port, old.endpoints.grpc_port, old.endpoints.metrics_port
-        self._servers[number] = self._server(number, *ports)
-        with ThreadPoolExecutor() as pool:
+        # The claim goes from the old server to the new one, or others could get the ports between.
+        with old._claimed.pop_all(), ThreadPoolExecutor() as pool:
+            old.stop()
+            self._servers[number] = self._server(number, *ports)
             pool.submit(self._start, number).result()
 
     def stop(self) -> None:

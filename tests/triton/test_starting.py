@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -16,10 +18,12 @@ from damaged_model import save_damaged_opt
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import launch, process
-from fastserve_backend.serving.errors import ModelLoadError
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.runtime import RuntimeDirectory
+from fastserve_client.listening import listen, reserve
 from interruptions import interrupts_itself
 from launched import leaving_nothing, start_launcher, start_server
 from tiny_model import START_TIMEOUT_S
@@ -83,6 +87,49 @@ def test_a_model_that_answers_with_an_error_is_started_only_once(
     assert str(caught.value).startswith("no token from the model: the model computed NaN instead")
     assert "\n" not in str(caught.value)
     assert "start 1 of" not in caplog.text
+
+
+def test_a_start_whose_free_port_is_taken_succeeds_on_another(
+    tiny_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intruders: list[socket.socket] = []
+    flags = process._flags
+
+    def take_port_before_the_first_start(
+        runtime: RuntimeDirectory, endpoints: Endpoints, offered: frozenset[str]
+    ) -> list[str]:
+        if not intruders:
+            intruders.append(listen("127.0.0.1", endpoints.grpc_port))
+        return flags(runtime, endpoints, offered)
+
+    monkeypatch.setattr(process, "_flags", take_port_before_the_first_start)
+    with leaving_nothing() as started:
+        server = start_server(tiny_config, tmp_path / "server.log")
+        started.append((server.runtime, server.endpoints))
+        [intruder] = intruders
+        with intruder:
+            assert server.endpoints.grpc_port != intruder.getsockname()[1]
+        server.stop()
+
+
+def test_a_start_whose_named_port_is_taken_names_it(
+    tiny_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reserve("127.0.0.1", 0) as reserved, ExitStack() as stack:
+        port = reserved.getsockname()[1]
+
+        def take_port(*_: object) -> None:
+            stack.enter_context(listen("127.0.0.1", port))
+            raise LaunchError("tritonserver cannot listen")
+
+        monkeypatch.setattr(ServerProcess, "await_ready", take_port)
+        log_path = tmp_path / "server.log"
+        server = TritonServer(
+            tiny_config, http_port=0, grpc_port=port, metrics_port=0, log_path=log_path
+        )
+        message = rf"^grpc-port: cannot listen on .*:{port} .* with --grpc-port, or 0"
+        with pytest.raises(PortInUseError, match=message):
+            server.start(START_TIMEOUT_S)
 
 
 @pytest.mark.timeout(600)

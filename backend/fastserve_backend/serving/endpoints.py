@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from fastserve_client.listening import ListenError, PortBusy, listen, numeric_address
+from fastserve_client.listening import ListenError, PortBusy, numeric_address, reserve
 
 from fastserve_backend.serving.errors import LaunchError, PortInUseError
 
@@ -39,33 +40,38 @@ class Endpoints:
     def metrics_url(self) -> str:
         return f"http://{self._authority(self.metrics_port)}/metrics"
 
-    def claim(self) -> Endpoints:
-        """Listen on each port for a moment, because the server itself would find a busy port only
-        after the model has loaded.
+    @contextmanager
+    def claim(self) -> Iterator[Endpoints]:
+        """Reserve the ports during the block, because the server itself listens only after the
+        model has loaded. Then only a process that asks for one of these numbers can take it.
 
-        Returns:
+        Yields:
             The endpoints with free ports in place of zeros, and with an address in place of a
             host's name, which the server's HTTP would not look up.
 
         Raises:
             PortInUseError: names the port and the flag that changes it.
-            LaunchError: ``host`` is not an address of this machine, or a port is invalid.
+            LaunchError: ``host`` is not an address of this machine, a port is invalid, or two are
+                the same.
         """
         wanted = (
             (self.http_port, "http-port"),
             (self.grpc_port, "grpc-port"),
             (self.metrics_port, "metrics-port"),
         )
-        try:
-            host = numeric_address(self.host)
-            # All ports stay open until the last is found, or two zeros could get the same port.
-            with ExitStack() as held:
-                listeners = [held.enter_context(listen(host, *one)) for one in wanted]
-                return Endpoints(host, *(one.getsockname()[1] for one in listeners))
-        except PortBusy as error:
-            raise PortInUseError(str(error)) from None
-        except ListenError as error:
-            raise LaunchError(str(error)) from None
+        with ExitStack() as held:
+            try:
+                host = numeric_address(self.host)
+                reserved = [held.enter_context(reserve(host, *one)) for one in wanted]
+            except PortBusy as error:
+                raise PortInUseError(str(error)) from None
+            except ListenError as error:
+                raise LaunchError(str(error)) from None
+            ports = [one.getsockname()[1] for one in reserved]
+            if len(set(ports)) < len(ports):
+                got = ", ".join(map(str, ports))
+                raise LaunchError(f"http-port, grpc-port, metrics-port: got {got}; must differ")
+            yield Endpoints(host, *ports)
 
     def _authority(self, port: int) -> str:
         host = self.reachable_host

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -74,7 +74,7 @@ class TritonServer:
     engine has used up its own restarts, the server is given up: it is ended, so that it does not
     claim to be ready, and ``wait`` returns 1.
 
-    Port 0 is any free port; ``endpoints`` has its number after ``start``.
+    Port 0 is any free port; ``endpoints`` has its number after ``start``. Restarts keep it.
 
     Args:
         models: the configuration of the model ``fastserve``, or those of several models, by name.
@@ -110,8 +110,12 @@ class TritonServer:
         self._wanted = Endpoints(host, http_port, grpc_port, metrics_port)
         self._log_path = log_path
         self._endpoints: Endpoints | None = None
+        # Until the server is stopped, or a restart could find that others have taken its ports.
+        self._claimed = ExitStack()
         self._runtime: RuntimeDirectory | None = None
-        self._new_server: Callable[[list[str], dict[str, str]], ServerProcess] | None = None
+        self._new_server: (
+            Callable[[Endpoints, Path | None, list[str], dict[str, str]], ServerProcess] | None
+        ) = None
         self._server: ServerProcess | None = None
         self._supervisor: threading.Thread | None = None
         # Not an Event: a second signal may interrupt the first one's handler, which holds its lock.
@@ -169,7 +173,8 @@ class TritonServer:
         self._warn_if_public()
         self._timeout_s = timeout_s
         installation = TritonInstallation.find()
-        self._wanted.claim()  # a busy port shows before a long download
+        with self._wanted.claim():
+            pass  # a busy port shows before a long download
         if any(config.model.device != "cuda" for config in self._models.values()):
             _start_build()
         self.is_fetching = True  # set first, so that a request to stop interrupts from now on
@@ -181,10 +186,10 @@ class TritonServer:
             self._models = {name: _fetched(config) for name, config in self._models.items()}
         finally:
             self.is_fetching = False
-        self._endpoints = endpoints = self._wanted.claim()
         try:
-            self._prepare(installation, endpoints)
-            self._launch()
+            self._prepare(installation)
+            self._claim(self._wanted)
+            self._launch(self._wanted)
         except BaseException:
             self._clean_up()
             raise
@@ -233,7 +238,14 @@ class TritonServer:
     ) -> None:
         self.stop()
 
-    def _prepare(self, installation: TritonInstallation, endpoints: Endpoints) -> None:
+    def _claim(self, wanted: Endpoints) -> None:
+        """In place of a zero comes another port than before."""
+        claimed = ExitStack()
+        self._endpoints = claimed.enter_context(wanted.claim())
+        self._claimed.close()
+        self._claimed = claimed
+
+    def _prepare(self, installation: TritonInstallation) -> None:
         try:
             self._runtime = RuntimeDirectory.create()
             for name, config in self._models.items():
@@ -250,18 +262,18 @@ class TritonServer:
             ServerProcess,
             installation,
             self._runtime,
-            endpoints,
-            self._log_path,
             loads_others=self._model_repository is not None and not self._model_control,
         )
 
-    def _launch(self) -> None:
+    def _launch(self, wanted: Endpoints) -> None:
+        """Uses the claimed ports. After a failed start, which may be due to them, it claims
+        ``wanted`` again."""
         assert self._new_server is not None
         flags = self._backend_flags + self._model_flags()
         probe_tenants = {name: self._probe_tenant(name) for name in self._to_load}
         deadline = time.monotonic() + self._timeout_s
         for attempt in range(1, _START_TRIES + 1):
-            self._server = self._new_server(flags, probe_tenants)
+            self._server = self._new_server(self.endpoints, self._log_path, flags, probe_tenants)
             try:
                 self._server.await_ready(deadline, lambda: self._stopping)
                 return
@@ -273,6 +285,7 @@ class TritonServer:
                     raise
                 logger.warning("start %d of %d failed: %s", attempt, _START_TRIES, error)
                 self._retire(kill=False)
+                self._claim(wanted)
 
     def _model_flags(self) -> list[str]:
         """Which models tritonserver loads, and whether others may be loaded later."""
@@ -321,7 +334,7 @@ class TritonServer:
                 self._to_load = sorted(self._server.stubs.models)
             self._retire(kill=trouble.kill)
             began_s = time.monotonic()
-            self._launch()
+            self._launch(self.endpoints)
             limiter.leave_out(time.monotonic() - began_s)
             self.restarts += 1
         assert self._server is not None
@@ -353,6 +366,7 @@ class TritonServer:
 
     def _clean_up(self) -> None:
         self._retire(kill=False)
+        self._claimed.close()
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None

@@ -14,9 +14,9 @@ INSTALLED := $(VENV)/.installed
 # they are imported once at the end.
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
-# A worker a core, four at most: each may have a server and torch in memory. Tests that share a server
-# stay together, see tests/support/sharing.py.
-WORKERS := -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+# A worker more than cores, as tests often wait for servers; four at most, as each may have a server
+# and torch in memory. Tests that share a server stay together, see tests/support/sharing.py.
+WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 # No server, and without the few tests that take a third of the time.
 FAST := tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_check.py \

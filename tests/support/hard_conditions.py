@@ -51,6 +51,8 @@ done
 exec g++ "$@"
 """
 _OUTCOME = re.compile(r"^(FAILED|ERROR) (\S+(?: \S+)*?)(?: - .*)?$", re.MULTILINE)
+# Workers add it to a test's name, see `sharing`.
+_GROUP = re.compile(r"@[\w./-]+$")
 _COUNT = re.compile(r"(\d+) (passed|skipped)")
 
 
@@ -156,7 +158,7 @@ def outcomes(log: str, code: int) -> tuple[dict[str, int], list[str]]:
     counts = {"passed": 0, "skipped": 0}
     for number, outcome in _COUNT.findall(log):
         counts[outcome] += int(number)
-    failed = sorted({name for _, name in _OUTCOME.findall(log)})
+    failed = sorted({_GROUP.sub("", name) for _, name in _OUTCOME.findall(log)})
     if code and not failed:
         failed = [f"make test: exit code {code}"]
     return counts, failed

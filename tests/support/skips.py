@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -19,7 +20,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _row(report: pytest.TestReport) -> tuple[str, str]:
-    """The test without its parameters, and why it was skipped."""
+    """The test without its parameters and its group (``sharing``), and why it was skipped."""
     assert isinstance(report.longrepr, tuple)
     _, _, reason = report.longrepr
-    return report.nodeid.partition("[")[0], reason.removeprefix("Skipped: ")
+    return re.split(r"[@\[]", report.nodeid)[0], reason.removeprefix("Skipped: ")

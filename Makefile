@@ -18,8 +18,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # and torch in memory. Tests that share a server stay together, see tests/support/sharing.py.
 WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
-# No server, and without the few tests that take a third of the time.
-FAST := tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_check.py \
+# No server, and without the few tests that take two thirds of the time.
+FAST := -m "not slow" tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_check.py \
   --ignore tests/unit/test_paper_benchmarks.py
 
 # With the GPU's kernels as PTX. In bfloat16, which is what is mostly served and what Triton's

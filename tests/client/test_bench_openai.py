@@ -15,6 +15,7 @@ from fastserve_bench.connection import Request, TimedAnswer
 from fastserve_bench.openai_connection import OpenAIConnection
 from fastserve_bench.workload import NO_CLASS, ServiceClass
 from fastserve_client.errors import ConnectionFailed, InvalidRequest, RequestCancelled, ServerError
+from waiting import POLL_S
 
 DEADLINE_S = 60.0
 
@@ -64,7 +65,7 @@ def url(
             self.wfile.write("".join(f"{prefix}{one}\n\n" for one in (*sent, "[DONE]")).encode())
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(POLL_S,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/v1"
         server.shutdown()

@@ -111,6 +111,7 @@ class Broken:
         yield await self._response
 
 
+@pytest.mark.slow
 async def test_cancelled_reads_are_freed() -> None:
     # In a process of its own: grpcio's servers leak too.
     command = [sys.executable, "-c", SERVER]

@@ -279,6 +279,7 @@ def test_a_full_queue_holds_nobody_up(
     assert caplog.messages == ["990 of 1010 spans were not sent"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_listening", [False, True])
 def test_a_collector_that_does_not_answer_delays_the_end_by_a_second(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_listening: bool

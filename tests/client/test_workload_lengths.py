@@ -75,6 +75,7 @@ def test_both_kinds_keep_their_shapes() -> None:
     assert scale_ratio([(100, 400), (300, 800)], 1.0) == [(200, 267), (600, 533)]
 
 
+@pytest.mark.slow
 @given(st.floats(0.1, 10.0))
 def test_the_ratio_and_the_mean_total_hold_under_the_authors_limits(ratio: float) -> None:
     lengths = load_lengths("sharegpt")

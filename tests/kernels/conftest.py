@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from cpu_kernels import same_kernels_afterwards
 from fastserve_kernels import ops
 from kernel_cases import near
 from torch import Tensor
 
+TIMEOUT_S = 900
+"""Any test may be the first one, which compiles the kernels. Tests on an emulated GPU have
+the least priority."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True)
+def _same_kernels_afterwards() -> Iterator[None]:
+    with same_kernels_afterwards():
+        yield
+
 
 @pytest.fixture(params=["compiled", "torch"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest) -> str:
     ops.set_cpu_backend(request.param)
-    yield request.param
-    ops.set_cpu_backend("auto")
+    choice: str = request.param
+    return choice
 
 
 @pytest.fixture(autouse=True)

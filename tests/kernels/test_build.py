@@ -20,7 +20,7 @@ from fastserve_kernels.cpu import builder
 from no_home import leave_without_home
 from torch_threads import torch_threads
 
-DEADLINE_S = 120
+DEADLINE_S = builder.COMPILE_TIMEOUT_S
 PATHS = [
     str(Path(fastserve_kernels.__file__).parents[1]),
     str(Path(kernel_reference.__file__).parent),
@@ -86,11 +86,12 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.fixture
-def auto_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernels_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restores the kernels after tests that break the build."""
+    before = ops.cpu_backend()
     yield
     monkeypatch.undo()
-    ops.set_cpu_backend("auto")
+    ops.set_cpu_backend(before)
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_what_killed_builds_left_goes() -> None:
     assert sorted(library.parent.iterdir()) == [running, library]
 
 
-@pytest.mark.usefixtures("auto_again")
+@pytest.mark.usefixtures("kernels_again")
 def test_no_compiler_falls_back_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +160,7 @@ def test_without_leave_to_use_amx_nothing_does() -> None:
     finish(start(MULTIPLY_WITHOUT_AMX))
 
 
-@pytest.mark.usefixtures("auto_again")
+@pytest.mark.usefixtures("kernels_again")
 def test_failing_compiler_falls_back_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,7 +176,7 @@ def test_failing_compiler_falls_back_with_its_message(
     assert not list((tmp_path / "fastserve" / "kernels").iterdir())
 
 
-@pytest.mark.usefixtures("auto_again")
+@pytest.mark.usefixtures("kernels_again")
 @pytest.mark.parametrize("broken", ["mkdtemp", "fsync", "replace"])
 def test_a_cache_that_takes_no_more_falls_back_with_a_reason(
     one_function: tuple[Path, Path],
@@ -195,7 +196,7 @@ def test_a_cache_that_takes_no_more_falls_back_with_a_reason(
     assert not list((cache / "fastserve" / "kernels").iterdir())
 
 
-@pytest.mark.usefixtures("auto_again")
+@pytest.mark.usefixtures("kernels_again")
 @pytest.mark.parametrize("mended", [True, False])
 def test_a_damaged_library_is_built_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: bool
@@ -231,7 +232,7 @@ def test_a_cache_that_others_can_write_to_is_refused(
         builder.build()
 
 
-@pytest.mark.usefixtures("auto_again")
+@pytest.mark.usefixtures("kernels_again")
 def test_a_user_without_a_home_has_no_compiled_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from fastserve_backend.length_prediction.encoder import Encoder
 from torch_threads import torch_threads
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """The predictor's process uses one thread, too."""
     with torch_threads(1):

@@ -17,8 +17,8 @@ from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.model_part import TensorGroup
 from torch import Tensor
+from waiting import DEADLINE_S
 
-DEADLINE_S = 20.0
 Result = TypeVar("Result")
 
 

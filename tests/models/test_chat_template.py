@@ -132,7 +132,10 @@ def encode_both(directory: Path, messages: list[dict[str, str]]) -> tuple[list[i
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_renders_as_transformers(tmp_path: Path, name: str, messages: list[dict[str, str]]) -> None:
-    ours, theirs = encode_both(write_tokenizer(tmp_path, chat_template=TEMPLATES[name]), messages)
+    directory = write_tokenizer(tmp_path, chat_template=TEMPLATES[name])
+    ours, theirs = encode_both(directory, messages)
+    if name == "date" and ours != theirs:  # a month began between them
+        ours, theirs = encode_both(directory, messages)
     assert ours == theirs
     assert ours
 

@@ -13,6 +13,7 @@ from divisible_models import MODELS, saved
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
+from log_records import messages_of
 from opt_checkpoints import FORMATS, random_opt, rewrite, save_tied_with_head
 from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, prompts
 from rank_threads import DividedModel
@@ -105,7 +106,8 @@ class TestWrongFiles:
         random_opt().save_pretrained(tmp_path)
         rewrite(tmp_path, lambda tensors: tensors.update({"score": torch.zeros(2)}))
         divided(tmp_path, 2, 3)
-        assert [record.getMessage()[-7:] for record in caplog.records] == [": score"]
+        messages = messages_of(caplog, "fastserve_backend.models")
+        assert [message[-7:] for message in messages] == [": score"]
 
     def test_tensors_of_layers_that_config_json_lacks(self, tmp_path: Path) -> None:
         random_opt().save_pretrained(tmp_path)

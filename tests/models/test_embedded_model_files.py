@@ -152,23 +152,28 @@ def test_encode_chat(ours: Tokenizer, theirs: Any, messages: list[dict[str, str]
 
 def test_other_threads_run_while_a_long_text_is_encoded(ours: Tokenizer) -> None:
     """The engine's loop and its watch run on such threads, and must not stand still for a
-    request."""
+    request. Cores that other processes want may be late."""
     num_turns = 0
     done = threading.Event()
 
     def take_turns() -> None:
         nonlocal num_turns
-        while not done.wait(0.001):
+        while not done.wait(0.0001):
             num_turns += 1
+
+    def turns_during_an_encode() -> int:
+        before = num_turns
+        ours.encode("hello world " * 100_000)  # takes some hundred milliseconds
+        return num_turns - before
 
     thread = threading.Thread(target=take_turns)
     thread.start()
-    before = num_turns
-    ours.encode("hello world " * 100_000)  # takes some hundred milliseconds
-    after = num_turns
-    done.set()
-    thread.join()
-    assert after - before >= 10  # a blocking encode would leave one turn, at its end
+    try:
+        # A blocking encode would leave one turn, at its end.
+        assert any(turns_during_an_encode() >= 10 for _ in range(5))
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.generation_defaults import load_generation_defaults
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.sampling_params import MODEL_DEFAULTS, SamplingParams
+from log_records import messages_of
 from tiny_model import TINY_OPT
 from tokenizer_files import write_json
 
@@ -91,7 +92,8 @@ def test_they_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO):
         defaults(tmp_path, QWEN)
     named = "temperature 0.7, top_p 0.8, top_k 20, min_p 0.05, repetition_penalty 1.05"
-    assert caplog.messages == [f"defaults from generation_config.json: {named}"]
+    messages = messages_of(caplog, "fastserve_backend.checkpoints")
+    assert messages == [f"defaults from generation_config.json: {named}"]
 
 
 class TestOfOneJob:

@@ -125,6 +125,7 @@ EXPERT_KINDS = [
 ]
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "olmoe", "gpt_oss"])
 def test_experts_in_few_bits_compute_what_dequantized_ones_do(

@@ -20,6 +20,7 @@ from fastserve_backend.models.model_part import TensorGroup
 from fastserve_kernels.quantized_weight import QuantizedWeight
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import Blocks, metadata, random_llama, tensors, write_gguf
+from log_records import messages_of
 from paged_executor import PagedExecutor, prompts
 from rank_threads import DividedModel
 from torch import Tensor
@@ -140,8 +141,8 @@ def test_dequantized_types_are_named_once(tmp_path: Path, caplog: pytest.LogCapt
     write_pair(tmp_path, llama(), MIXED | LIBRARY)
     caplog.set_level(logging.WARNING)
     loaded(tmp_path / "stored", "bfloat16")
-    (record,) = caplog.records
-    assert "m.gguf: matrices in IQ4_NL, Q2_K, Q3_K are dequantized" in record.getMessage()
+    (message,) = messages_of(caplog, "fastserve_backend.models")
+    assert "m.gguf: matrices in IQ4_NL, Q2_K, Q3_K are dequantized" in message
 
 
 def test_two_ranks_have_their_parts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from fastserve_backend.models.loader import load_model
 from fastserve_kernels import ops
 from fastserve_kernels.quantized_weight import QuantizedWeight
 from fastserve_kernels.weight_quantization import rounded
+from log_records import messages_of
 from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, load, prompts
 from quantized_checkpoints import FORMATS, Format, change_config, save_quantized
 from rank_threads import DividedModel
@@ -90,7 +91,7 @@ def test_a_rank_says_once_that_it_widens_layers(
     saved(LLAMA, tmp_path, FORMATS["gptq_4_32_act_order"])
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
     DividedModel(config, 2, 1)
-    messages = [one.getMessage() for one in caplog.records]
+    messages = messages_of(caplog, "fastserve_backend.models")
     assert [one.partition(" in ")[2].partition(",")[0] for one in messages] == 2 * [
         "model.layers.0.mlp.down_proj"
     ]
@@ -142,6 +143,7 @@ def save_with_quantized_experts(theirs: PreTrainedModel, directory: Path, form: 
     return num_bytes
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("name", [*SOME, "awq_128", "packed_4_32", "gptq_4_128", "float_group"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts(

@@ -34,6 +34,8 @@ from torch import Tensor
 from torch_threads import torch_threads
 from transformers import LlamaConfig
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 BLOCKS_OF_A_JOB = POSITIONS // BLOCK_SIZE

@@ -156,10 +156,10 @@ class TestBothKinds:
         bad = next(i for i in range(4, 400) if tokenizer.token_bytes(i) == b"\xff")
 
         def thousand() -> float:
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(1000):
                 stream.step(bad)
-            return time.perf_counter() - start
+            return time.thread_time() - start
 
         times = [thousand() for _ in range(30)]
         assert min(times[-10:]) < 10 * min(times[:10])
@@ -180,13 +180,16 @@ class TestByteTokenizer:
         assert {tokenizer.token_bytes(i) for i in range(4, 260)} == {bytes([b]) for b in range(256)}
 
     def test_nothing_is_built_in_advance(self) -> None:
-        tracemalloc.start()
-        try:
-            ByteTokenizer(300_000)
-            _, peak_bytes = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert peak_bytes < 10_000
+        def peak_bytes() -> int:
+            """Other threads' bytes are traced, too."""
+            tracemalloc.start()
+            try:
+                ByteTokenizer(300_000)
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+        assert min(peak_bytes() for _ in range(5)) < 10_000
 
     def test_ids_outside_the_vocabulary_have_no_text(self) -> None:
         assert ByteTokenizer(300).decode([300, 10**9]) == ""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from installed_policy import environment_with, example, install_policies
 
 
@@ -35,6 +36,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_page_runs_beside_a_built_in_one(tmp_path: Path) -> None:
     install_policies(tmp_path, *example())
     report = tmp_path / "report.json"
@@ -45,6 +47,7 @@ def test_the_policy_of_the_page_runs_beside_a_built_in_one(tmp_path: Path) -> No
     assert {point["label"] for point in points} == {"prompt_deadline", "fcfs"}
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_page_has_priorities(tmp_path: Path) -> None:
     """One seat, and three times as many jobs as it can serve."""
     install_policies(tmp_path, *example())
@@ -61,6 +64,7 @@ def test_the_policy_of_the_page_has_priorities(tmp_path: Path) -> None:
     assert kept["other"] < 50.0
 
 
+@pytest.mark.slow
 def test_an_unknown_name_is_refused_with_all_that_are_known(tmp_path: Path) -> None:
     install_policies(tmp_path, *example())
     config = tmp_path / "engine.yaml"
@@ -76,6 +80,7 @@ def test_an_unknown_name_is_refused_with_all_that_are_known(tmp_path: Path) -> N
         assert "fcfs, prompt_deadline" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_entry_point_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     entry_points = {
         "no_module": "no_such_module:Policy",
@@ -93,6 +98,7 @@ def test_an_entry_point_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         assert line.startswith(f"error: scheduler.policy: got {name!r}; {entry_point} {reason}")
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
     module, entry_points = example()
     install_policies(tmp_path, module, entry_points | {"fcfs": "my_policies:PromptDeadline"})

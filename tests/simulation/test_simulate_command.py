@@ -22,6 +22,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SIMULATE, *arguments], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> None:
     output, plot = tmp_path / "report.json", tmp_path / "sweep.png"
     done = simulate(
@@ -44,6 +45,7 @@ def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> No
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_classes_and_tenants_have_tables_of_their_own() -> None:
     done = simulate(
         "opt-125m", "--rates", "5", "--num-jobs", "40", "--policies", "fcfs",
@@ -55,6 +57,7 @@ def test_classes_and_tenants_have_tables_of_their_own() -> None:
     assert rows[2][5] == "100.0%"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", [{"COLUMNS": "25"}, {"COLUMNS": "80"}, {}], ids=str)
 def test_a_table_is_as_wide_as_it_has_to_be(terminal: dict[str, str]) -> None:
     command = [*SIMULATE, "opt-125m", "--rates", "5", "--num-jobs", "5"]
@@ -151,6 +154,7 @@ def profile_path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_its_blocks_and_its_dtype(profile_path: Path) -> None:
     arguments = ("opt-125m", "--rates", "1", "--num-jobs", "5", "--profile", str(profile_path))
     done = simulate(*arguments, "--block-size", "32", "--swap-space-gib", "1")

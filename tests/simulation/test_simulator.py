@@ -75,6 +75,8 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
     return trace, simulation
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "first",
     [0, *(pytest.param(n, marks=pytest.mark.repeated) for n in range(1000, 10_000, 1000))],
@@ -148,6 +150,7 @@ def test_a_job_alone_takes_its_iterations_and_no_more() -> None:
     assert record.queueing_share == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_preemption_saves_short_jobs_and_the_oracle_is_ahead() -> None:
     """The policies reach their goals on a workload that overloads the machine."""
     trace = Workload("sharegpt", 150, seed=3).trace(6.0)
@@ -159,6 +162,7 @@ def test_preemption_saves_short_jobs_and_the_oracle_is_ahead() -> None:
     assert mean["srpt"] < mean["fixed_priority"]
 
 
+@pytest.mark.slow
 def test_foresight_brings_policies_to_the_oracle() -> None:
     trace = Workload("sharegpt", 100, seed=3).trace(6.0)
 

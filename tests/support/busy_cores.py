@@ -8,14 +8,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SPIN = [sys.executable, "-S", "-c", "while True: pass"]
+# Ends with the process that started it, however that ends.
+SPIN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    sum(range(100_000))
+"""
 
 
 @contextmanager
 def busy_cores() -> Iterator[None]:
     """More processes spin than there are cores, meanwhile."""
     num_cores = len(os.sched_getaffinity(0))
-    spinners = [subprocess.Popen(SPIN) for _ in range(num_cores + 1)]
+    spinners = [subprocess.Popen([sys.executable, "-S", "-c", SPIN]) for _ in range(num_cores + 1)]
     try:
         yield
     finally:

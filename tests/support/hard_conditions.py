@@ -27,18 +27,14 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
+from busy_cores import busy_cores
+
 ROOT = Path(__file__).parents[2]
 CGROUPS = Path("/sys/fs/cgroup")
 QUOTA = 0.6
 """Of all cores' time."""
 QUOTA_PERIOD_US = 100_000
 DISK_BYTES_A_SECOND = 10 << 20
-SPIN = """
-import os
-parent = os.getppid()
-while os.getppid() == parent:
-    sum(range(100_000))
-"""
 # Takes the place of the compiler: for a processor of 2013, whatever this machine's can do.
 AVX2_COMPILER = """#!/bin/sh
 for one; do
@@ -165,17 +161,6 @@ def outcomes(log: str, code: int) -> tuple[dict[str, int], list[str]]:
 
 
 @contextmanager
-def _busy_cores() -> Iterator[None]:
-    spinners = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in os.sched_getaffinity(0)]
-    try:
-        yield
-    finally:
-        for one in spinners:
-            one.kill()
-            one.wait()
-
-
-@contextmanager
 def _cgroup(controller: str, settings: Mapping[str, str]) -> Iterator[Sequence[str]]:
     """Yields a command that runs another one in a new cgroup with these settings."""
     group = CGROUPS / controller / f"fastserve-hard-{os.getpid()}"
@@ -215,7 +200,7 @@ def run_under(name: str, condition: Condition, seed: int, log: Path) -> Run:
         if condition.cold:
             _forget_files()
         if condition.busy:
-            stack.enter_context(_busy_cores())
+            stack.enter_context(busy_cores())
         began_s = time.monotonic()
         with log.open("w") as out:
             done = subprocess.run(
@@ -257,13 +242,17 @@ def report(runs: Sequence[Run]) -> str:
 def main() -> int:
     every = conditions()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog="\n".join(
+            ["conditions:", *(f"  {name}: {one.what}" for name, one in every.items())]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "names",
         nargs="*",
         metavar="CONDITION[+CONDITION…]",
-        help="; ".join(f"{name}: {one.what}" for name, one in every.items()),
+        help="one or several at once; default: each alone",
     )
     parser.add_argument("--runs", type=int, default=1, help="of each condition")
     parser.add_argument("--seed", type=int, help="of the order of tests; default: random")

@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "unless --all-combinations",
     )
     config.addinivalue_line("markers", "repeated: runs with --all-combinations alone")
+    config.addinivalue_line("markers", "slow: takes seconds, so `make test-fast` leaves it out")
 
 
 def random_examples(number: int) -> settings:

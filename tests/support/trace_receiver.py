@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from waiting import wait_for
+from waiting import POLL_S, wait_for
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def trace_receiver() -> Iterator[TraceReceiver]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         receiver = TraceReceiver(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
         thread.start()
         try:
             yield receiver

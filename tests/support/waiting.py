@@ -13,6 +13,8 @@ DEADLINE_S = 60.0
 """For what takes a second on an idle machine, and must happen on any."""
 # Conditions that ask a server take the cores from what they wait for.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.03
+POLL_S = 0.01
+"""How often a server of ``http.server`` looks whether it is to end; else it ends within 0.5 s."""
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> float:

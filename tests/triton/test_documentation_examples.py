@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from running_server import rank_stopped
 from serving_client import wait_until_idle
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/requests.md", "docs/clients.md", "docs/traces.md")
+ATTEMPTS = 3
+DEADLINE_S = 120.0  # of one curl command
+pytestmark = pytest.mark.timeout(600)
 # Examples of other clients; tests/gateway runs those of the OpenAI client.
 _OTHERS = ("fastserve_backend import LLM", "from openai import")
 
@@ -38,14 +44,23 @@ def examples() -> list[pytest.param]:
 
 @pytest.mark.parametrize("code", examples())
 def test_an_example_runs(
-    code: str, chat_endpoints: Endpoints, capsys: pytest.CaptureFixture[str]
+    code: str, chat_server: TritonServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    at_its_port = code.replace("127.0.0.1:8001", chat_endpoints.grpc_url).replace(
-        "http://127.0.0.1:8000", chat_endpoints.http_url
+    endpoints = chat_server.endpoints
+    at_its_port = code.replace("127.0.0.1:8001", endpoints.grpc_url).replace(
+        "http://127.0.0.1:8000", endpoints.http_url
     )
     assert at_its_port != code
-    exec(compile(at_its_port, "example", "exec"), {"__name__": "__main__"})
-    assert len(capsys.readouterr().out) > 10
+
+    def printed() -> str:
+        # A fast machine would generate all tokens before the time is up.
+        waits_for_timeout = "except RequestTimeout" in code
+        with rank_stopped(chat_server.runtime) if waits_for_timeout else nullcontext():
+            exec(compile(at_its_port, "example", "exec"), {"__name__": "__main__"})
+        return capsys.readouterr().out
+
+    # Random answers may be short.
+    assert any(len(printed()) > 10 for _ in range(ATTEMPTS))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/requests.md"])
@@ -56,7 +71,7 @@ def test_the_curl_examples_run(page: str, chat_endpoints: Endpoints) -> None:
         at_its_port = script.replace("127.0.0.1:8000", chat_endpoints.http_url.split("//")[1])
         for command in at_its_port.split("\n\n"):
             done = subprocess.run(
-                ["bash", "-c", command], capture_output=True, text=True, timeout=60
+                ["bash", "-c", command], capture_output=True, text=True, timeout=DEADLINE_S
             )
             assert done.returncode == 0, done.stderr
             assert '"text_output":' in done.stdout or '"task_result":' in done.stdout

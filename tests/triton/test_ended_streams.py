@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving import process
 from fastserve_client import AsyncFastServeClient, FastServeClient
 from running_server import running_server
+from waiting import DEADLINE_S
 
 # tritonserver 24.10 keeps one in four of the streams that are cancelled at that moment: of 40 it
 # would keep none once in 100,000 times.
@@ -91,9 +93,17 @@ def cancel_asyncio_readers(url: str) -> None:
     asyncio.run(cancel_all())
 
 
+@pytest.mark.timeout(600)
 def test_a_server_whose_streams_were_closed_at_their_end_unloads_its_model(
-    tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_config: EngineConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """However long that takes. With a stream left it would wait until tritonserver gives up, which
+    must not happen before the server is killed."""
+    monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(process, "DRAIN_TIMEOUT_S", round(2 * DEADLINE_S))
     with running_server(tiny_config, tmp_path / "server.log") as server:
         for end_streams in (
             close_streams,

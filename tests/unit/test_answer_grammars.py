@@ -76,6 +76,7 @@ def written(form: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
     return frame.opening + between.join(texts) + frame.after_arguments + frame.end
 
 
+@pytest.mark.slow
 @formats
 @pytest.mark.parametrize("reasoning", [None, "think"])
 def test_forced_calls_follow_their_schemas(

@@ -13,6 +13,7 @@ FASTSERVE = f"{sys.executable} -m fastserve_backend"
 _UNUSED_URL = "--url grpc://127.0.0.1:1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [

@@ -215,6 +215,7 @@ def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     assert len({job.service.tenant for job in rest}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.one_of("num_blocks")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("num_blocks", [40, 400])
@@ -248,6 +249,7 @@ def test_a_flood_of_one_tenant_leaves_four_others_their_shares(name: str, num_bl
 # --- Properties -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @random_examples(150)
 @given(
     seed=SEEDS,
@@ -309,6 +311,7 @@ def test_backlogged_tenants_stay_within_the_bound(
                 assert counters[one] - counters[other] <= bound_s
 
 
+@pytest.mark.slow
 @random_examples(60)
 @given(
     seed=SEEDS,
@@ -336,6 +339,7 @@ def test_every_job_of_every_tenant_and_priority_ends(
     assert sum(policy.level_sizes()) == 0
 
 
+@pytest.mark.slow
 @random_examples(60)
 @given(
     seed=SEEDS, name=st.sampled_from(POLICIES), num_stages=st.integers(1, 2), ahead=st.booleans()

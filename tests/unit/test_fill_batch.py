@@ -164,6 +164,7 @@ def watched(number: int, prompt_len: int) -> WatchedJob:
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.one_of("name")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(

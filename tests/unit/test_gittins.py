@@ -176,6 +176,7 @@ class Exact(LengthDistribution):
         return np.array([[share(age, edge) for edge in self.edges] for age in self.edges])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", EXPONENTS)
 @pytest.mark.parametrize("capacity", [ONE_SEAT, Capacity(max_seqs=4, kv_tokens=100)])
 @pytest.mark.parametrize("seed", range(3))

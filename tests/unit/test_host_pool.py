@@ -185,6 +185,7 @@ def test_no_copy_crosses_from_one_piece_to_the_next(gpu: EmulatedGPU) -> None:
     assert torch.equal(on_device.to("cpu"), kv.flip(0))
 
 
+@pytest.mark.slow
 def test_more_than_the_process_may_map_is_the_users_error() -> None:
     program = """
 import resource, torch

@@ -150,6 +150,7 @@ def test_only_serving_knows_triton() -> None:
                 assert not is_of(name, "triton_python_backend_utils"), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["fastserve_backend.engine.engine", "fastserve_backend.cli.app", "fastserve_client",
@@ -178,6 +179,7 @@ def test_converting_gguf_files_loads_no_torch() -> None:
     assert not {"torch", "transformers"} & loaded_modules(f"import {modules}")
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
     unused = {"pydantic", "jinja2", "tokenizers", "transformers", "typer", "rich", "gguf"}
     assert not unused & loaded_modules("import fastserve_backend.worker.worker")
@@ -224,6 +226,7 @@ def test_the_gateway_needs_nothing_of_the_engine() -> None:
     assert not ENGINE_PACKAGES & loaded_modules(f"import {modules}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
     [

@@ -66,6 +66,7 @@ def test_a_reader_that_stalls_stops_nobody_who_logs() -> None:
     assert later == "later"
 
 
+@pytest.mark.slow
 def test_a_process_ends_whose_last_lines_nobody_reads() -> None:
     with unread_process("-c", LOG_MANY) as (process, _):
         assert process.wait(DEADLINE_S) == 0

@@ -78,6 +78,7 @@ def test_weights_are_summed_in_order(seed: int) -> None:
         assert jobs.sums().tolist() == [0.0, *accumulate(weights[one] for one in expected)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=40)
 @given(seed=SEEDS)

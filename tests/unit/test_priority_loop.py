@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 
+import pytest
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
@@ -84,6 +85,7 @@ class WatchedRig(Rig):
         kv.start_round = start_watched_round  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.slow
 @random_examples(150)
 @given(
     seed=st.integers(0, 2**32),

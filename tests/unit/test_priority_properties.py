@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.priority_classes import PriorityClasses
@@ -91,6 +92,7 @@ def test_nobody_waits_longer_than_the_bound_across_priorities(
     BoundedHistory(seed, name, num_stages, chunk, refuses).run()
 
 
+@pytest.mark.slow
 @random_examples(100)
 @given(**HISTORIES)
 def test_with_one_priority_all_decisions_are_those_of_the_policy_alone(

@@ -6,6 +6,7 @@ import random
 from array import array
 from collections import Counter
 
+import pytest
 from collector import Collector
 from delayed_masks import DelayedMasks
 from fastserve_backend.config_sections import KVCacheSection
@@ -34,6 +35,7 @@ def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> Recove
     return RecoveringRig(policy, [], num_blocks, 0, kv_cache, num_stages)
 
 
+@pytest.mark.slow
 @random_examples(100)
 @given(
     seed=st.integers(0, 2**32),

@@ -301,6 +301,7 @@ def test_rows_that_want_different_things_do_not_mix() -> None:
             assert top[row].logprobs == entry.logprobs
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_no_gpu_before_the_tokens() -> None:
     logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(3))
     with emulated_gpu() as gpu:

@@ -6,6 +6,7 @@ import random
 from array import array
 from dataclasses import dataclass, field
 
+import pytest
 from collector import Collector
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job, ServiceLevel
@@ -101,6 +102,7 @@ class Conversations:
         session.job = None
 
 
+@pytest.mark.slow
 @random_examples(150)
 @given(
     seed=st.integers(0, 2**32),
@@ -187,6 +189,7 @@ def assert_as_alone(jobs: list[Job], alone: RecoveringRig) -> None:
         assert job.output_ids[:both] == twin.output_ids[:both]
 
 
+@pytest.mark.slow
 def test_turns_get_the_same_tokens_from_the_disk() -> None:
     """The device and the host are too small for all sessions. Some copies fail."""
     rng = random.Random(3)
@@ -227,6 +230,7 @@ def _serve_from_disk(rng: random.Random) -> EngineCounters:
     return rig.counters
 
 
+@pytest.mark.slow
 @random_examples(60)
 @given(
     seed=st.integers(0, 2**32),

@@ -78,6 +78,7 @@ class DayRig(RecoveringRig):
         return (1 + starving) * STARVATION_S + 11 * (starving + 1) * token_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_job_is_lost_and_none_waits_beyond_the_bound(
     name: str, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]

@@ -267,6 +267,7 @@ def run_history(slo: Gittins, services: list[ServiceLevel], seed: int) -> list[l
     return batches
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), starvation_s=st.sampled_from([20.0, NEVER_S]))
 def test_without_objectives_all_decisions_are_those_of_gittins(
@@ -279,6 +280,7 @@ def test_without_objectives_all_decisions_are_those_of_gittins(
     assert of_slo == of_gittins
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
@@ -301,6 +303,7 @@ def test_no_job_is_lost_whatever_the_objectives(
     assert slo.limits_for(1e6, 1, 1) == limits.for_load(1, 1), "no deadline is left"
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(num_batch=st.integers(1, 5), prompt_len=st.integers(1, 10))
 def test_jobs_that_wait_for_urgent_ones_have_a_bound(num_batch: int, prompt_len: int) -> None:

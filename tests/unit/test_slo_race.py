@@ -26,6 +26,7 @@ def test_batch_jobs_are_the_same_whatever_the_load() -> None:
     assert batches[0] == batches[1]
 
 
+@pytest.mark.slow
 def test_the_policy_keeps_objectives_that_fcfs_misses() -> None:
     fcfs, slo = (
         slo_race.run_at(COURSE, ENTRANTS[name], CAPACITY, load=1.3) for name in ("fcfs", "slo")

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, log2
 
+import pytest
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
@@ -298,6 +299,7 @@ def test_a_promoted_job_comes_before_those_with_a_prediction() -> None:
     assert policy.num_promotions == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_without_predictions_the_schedule_is_that_of_skip_join(seed: int) -> None:
@@ -382,6 +384,7 @@ class ByDefinition(KeyedPolicy):
         return super().walk(now, in_flight)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_the_schedule_is_that_of_sorting_all_jobs_at_each_selection(seed: int) -> None:

@@ -23,4 +23,3 @@ def kernel_device() -> Iterator[torch.device]:
         return
     ops.set_cpu_backend("triton")
     yield torch.device("cpu")
-    ops.set_cpu_backend("auto")

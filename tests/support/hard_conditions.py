@@ -93,7 +93,7 @@ def conditions() -> dict[str, Condition]:
     disk = f"{_disk()} {DISK_BYTES_A_SECOND}"
     return {
         "order": Condition("a random order alone"),
-        "busy": Condition("other processes want both cores", busy=True),
+        "busy": Condition("other processes want all cores", busy=True),
         "nice": Condition(
             "the others come first: nice 19 beside them", prefix=("nice", "-n", "19"), busy=True
         ),

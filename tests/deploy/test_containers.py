@@ -24,7 +24,6 @@ from sandbox import Container, RunningContainer
 from tiny_model import START_TIMEOUT_S, TINY_OPT, engine_options
 
 # The first test may compile the kernels.
-pytestmark = pytest.mark.timeout(600)
 
 KEY = "sk-for-this-test-only"
 # Runs in the model server's container: the status of each path without the operator's key.

@@ -33,7 +33,6 @@ GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 NUM_JOBS = 10
 # Limit for ranks to be replaced, which import torch, and for all jobs to end.
 RESTART_S = 150.0
-pytestmark = pytest.mark.timeout(600)
 # Half of the blocks that the jobs need.
 SHORT_OF_MEMORY = {"device_blocks": 28, "base_quantum_ms": 0.01}
 

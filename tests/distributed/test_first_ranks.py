@@ -20,7 +20,6 @@ from started_processes import RANK, StartedProcesses, noting_processes
 from waiting import wait_for
 
 TIMEOUT_S = 150.0
-pytestmark = pytest.mark.timeout(600)
 # Loads a model as Triton's stub does. It prints how many ranks were started, why the model was
 # refused, and what is left.
 STUB = """

@@ -15,7 +15,6 @@ from parallel_models import run_ranks_by, started_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MIB = 2**20
-pytestmark = pytest.mark.timeout(600)
 has_huge_pages = (
     huge_pages.are_allowed()
     and platform.libc_ver()[0] == "glibc"

@@ -48,7 +48,6 @@ NUM_JOBS = 6
 REFUSED_TIMEOUT_S = 120.0
 # Limit for torchrun to start a rank anew, and for all jobs to end.
 RESTART_S = 150.0
-pytestmark = pytest.mark.timeout(600)
 RANK = [sys.executable, "-m", "fastserve_backend.worker", "--engine"]
 # An engine's side of the ranks without an engine. It prints when they have connected.
 EXECUTOR = """

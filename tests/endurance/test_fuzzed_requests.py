@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from fastserve_backend.serving.launch import TritonServer
 from fuzz_exchange import CLOSED, LATE, Outcome, Sender
 from fuzzed_grpc import TRITON_GRPC, GrpcCall
@@ -56,7 +55,6 @@ OF_NO_PATH = ("Invalid HTTP request", "CONNECT")
 OF_WHOLE_BODY = ("the body is not valid JSON", "the body must be", *OF_NO_PATH)
 
 
-@pytest.mark.timeout(600)
 def test_each_is_answered_and_nothing_is_left(
     chatty_server: TritonServer,
     chatty_gateway: RunningGateway,

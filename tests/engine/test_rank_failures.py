@@ -29,7 +29,6 @@ from started_processes import RANK, noting_processes
 from waiting import DEADLINE_S, wait_for
 
 NUM_JOBS = 20
-pytestmark = pytest.mark.timeout(600)
 OUTPUT = 100
 # Memory for 40% of the jobs, and quanta so short that jobs preempt each other at each token.
 UNDER_PRESSURE = {

@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from installed_policy import environment_with, example, install_policies
-
-pytestmark = pytest.mark.timeout(360)
 
 HOST = """
 import sys

@@ -269,7 +269,6 @@ def test_a_load_test_of_messages(
     assert answers == [[PARIS_TOKENS] * 2] * 2
 
 
-@pytest.mark.timeout(600)
 def test_the_gateways_examples(gateway: RunningGateway) -> None:
     def here(text: str) -> str:
         return text.replace("http://127.0.0.1:9000", gateway.url)

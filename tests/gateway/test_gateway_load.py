@@ -33,8 +33,6 @@ from tiny_model import START_TIMEOUT_S
 from unread_process import PIPE_BYTES, unread_process
 from waiting import wait_for
 
-pytestmark = pytest.mark.timeout(600)
-
 DEADLINE_S = 120.0
 STILL_S = 4.0
 LONG = {

@@ -68,13 +68,10 @@ FLAGS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        BROWSER is None or DRIVER is None,
-        reason="no browser; on Debian: apt-get install chromium chromium-driver",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None,
+    reason="no browser; on Debian: apt-get install chromium chromium-driver",
+)
 
 
 class Page:

@@ -34,8 +34,6 @@ from serving_client import (
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
-pytestmark = pytest.mark.timeout(600)
-
 RESTART_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
 ATTEMPTS = 10

@@ -22,7 +22,6 @@ from waiting import wait_for
 
 LATE = "context deadline exceeded"
 KEY = "sk-of-the-metrics-0123456789"
-pytestmark = pytest.mark.timeout(600)
 
 ANSWERS_TIMEOUT_S = 120.0
 # promtool checks names. Triton's own metrics break some of its rules, and so does a metric that is

@@ -31,7 +31,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEXT_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 SNAPSHOT = f"/cache/snapshots/{COMMIT}"
 TIMEOUT_S = 150.0
-pytestmark = pytest.mark.timeout(600)  # several processes import torch
 
 
 MOST_PAUSES_S = 5.0

@@ -76,7 +76,6 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "first",
     [0, *(pytest.param(n, marks=pytest.mark.repeated) for n in range(1000, 10_000, 1000))],

@@ -192,7 +192,6 @@ def begun(client: FastServeClient) -> TokenStream:
     return chunks
 
 
-@pytest.mark.timeout(400)
 def test_what_has_begun_is_not_sent_again(fragile: TritonServer, fragile_url: str) -> None:
     restarts = fragile.restarts
     wait_until_idle(fragile.endpoints)

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/requests.md", "docs/clients.md", "docs/traces.md")
 ATTEMPTS = 3
 DEADLINE_S = 120.0  # of one curl command
-pytestmark = pytest.mark.timeout(600)
 # Examples of other clients; tests/gateway runs those of the OpenAI client.
 _OTHERS = ("fastserve_backend import LLM", "from openai import")
 

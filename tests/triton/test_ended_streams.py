@@ -93,7 +93,6 @@ def cancel_asyncio_readers(url: str) -> None:
     asyncio.run(cancel_all())
 
 
-@pytest.mark.timeout(600)
 def test_a_server_whose_streams_were_closed_at_their_end_unloads_its_model(
     tiny_config: EngineConfig,
     tmp_path: Path,

@@ -130,7 +130,6 @@ def test_runtime_directory_is_private_and_locked(server: TritonServer) -> None:
     os.close(descriptor)
 
 
-@pytest.mark.timeout(600)  # of five starts
 def test_everything_that_dies_is_restarted_a_few_times(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
@@ -164,7 +163,6 @@ def test_everything_that_dies_is_restarted_a_few_times(
             server.stop()
 
 
-@pytest.mark.timeout(400)  # of two starts and a long silence
 def test_a_server_that_takes_no_responses_is_restarted(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
@@ -202,7 +200,6 @@ def pressing_streams(server: TritonServer) -> list[GrpcStream]:
     ]
 
 
-@pytest.mark.timeout(400)  # of five starts of ranks
 def test_streams_outlive_their_rank_until_it_has_died_too_often(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:

@@ -32,7 +32,6 @@ def serve_command(config: EngineConfig, directory: Path) -> list[str]:
     return [*FASTSERVE, "serve", "--config", str(file), *ports]
 
 
-@pytest.mark.timeout(400)
 def test_the_command_that_it_recommends_reaches_it(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
@@ -52,7 +51,6 @@ def test_the_command_that_it_recommends_reaches_it(
     assert "2 tokens" in done.stderr
 
 
-@pytest.mark.timeout(400)
 def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None:
     """The server still answers, replaces a dead rank, and ends."""
     command = serve_command(tiny_config, tmp_path)

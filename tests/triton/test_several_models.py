@@ -187,7 +187,6 @@ def test_another_triton_model_calls_ours(
     control.start_unload(pipeline)
 
 
-@pytest.mark.timeout(400)
 def test_a_dead_process_restarts_the_loaded_models(
     control: ModelControl, server: TritonServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -132,7 +132,6 @@ def test_a_start_whose_named_port_is_taken_names_it(
             server.start(START_TIMEOUT_S)
 
 
-@pytest.mark.timeout(600)
 def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path: Path) -> None:
     config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import same_kernels_afterwards
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models import attention
@@ -98,9 +99,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def gpu_kernels() -> Iterator[None]:
-    ops.set_cpu_backend("triton")
-    yield
-    ops.set_cpu_backend("auto")
+    with same_kernels_afterwards():
+        ops.set_cpu_backend("triton")
+        yield
 
 
 def model_config(directory: Path, values: dict[str, Any], **formats: Any) -> Any:
@@ -212,11 +213,9 @@ def test_tokens_are_those_of_the_cpu_kernels(
 ) -> None:
     config = model_config(tmp_path, MODELS[name], **formats)
     expected = generate(config, longest)
-    ops.set_cpu_backend("triton")
-    try:
+    with same_kernels_afterwards():
+        ops.set_cpu_backend("triton")
         assert generate(config, longest) == expected
-    finally:
-        ops.set_cpu_backend("auto")
     assert len({tuple(tokens) for tokens in expected}) == 4
 
 

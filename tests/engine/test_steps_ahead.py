@@ -11,6 +11,7 @@ import job_steps
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import same_kernels_afterwards
 from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.model_part import ALONE
@@ -40,8 +41,8 @@ def make_runner(tmp_path: Path) -> Iterator[Callable[[str], ModelRunner]]:
         cache = torch.full(shape, float("nan"))
         return ModelRunner(load_model(config, CPU), config, cache, CPU, limits)
 
-    yield make
-    ops.set_cpu_backend("auto")
+    with same_kernels_afterwards():
+        yield make
 
 
 def generate(runner: ModelRunner, **how: Any) -> list[tuple[bytes, bytes, Any]]:

@@ -68,9 +68,11 @@ def _suits_onednn(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
-        # A private check, which another torch may lack. Without the instructions oneDNN would
-        # emulate bfloat16.
-        return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
+        # Private checks, which another torch may lack. Without the instructions oneDNN would
+        # emulate bfloat16; with ONEDNN_MAX_CPU_ISA in the environment it may refuse it.
+        has_instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)
+        takes_bfloat16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)
+        return bool(has_instructions() and takes_bfloat16())
     return dtype == torch.float32
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -221,7 +221,7 @@ class EmulatedGPU(TorchDispatchMode):
             kwargs["device"] = _CPU
         operation = partial(func, *tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         if name in _PRODUCTS:
-            operation = partial(_multiplied, func, *operation.args, **operation.keywords)
+            operation = partial(_multiplied, operation)
         if device is not None and not to_gpu:  # a copy to the host, to pinned memory
             return self._pin(operation())
         if must_zero:
@@ -413,6 +413,8 @@ class _Graph:
         names = []
         for operation, _ in self.commands:
             function = operation.func
+            if function is _multiplied:
+                function = operation.args[0].func
             if function in (_compiled, _interpreted):
                 names.append(operation.args[0].fn.__name__)
             elif isinstance(function, torch._ops.OpOverload) and _has_kernel(function):
@@ -468,8 +470,8 @@ def _has_kernel(function: Any) -> bool:
     return not function.is_view and "empty" not in function._schema.name
 
 
-def _multiplied(product: Callable[..., Tensor], *factors: Any, **options: Any) -> Tensor:
-    return product(*map(_without_gaps, factors), **options)
+def _multiplied(product: partial[Tensor]) -> Tensor:
+    return product.func(*map(_without_gaps, product.args), **product.keywords)
 
 
 def _without_gaps(factor: Any) -> Any:

@@ -48,7 +48,7 @@ exec g++ "$@"
 """
 _OUTCOME = re.compile(r"^(FAILED|ERROR) (\S+(?: \S+)*?)(?: - .*)?$", re.MULTILINE)
 # Workers add it to a test's name, see `sharing`.
-_GROUP = re.compile(r"@[\w./-]+$")
+_GROUP = re.compile(r"@[\w./-]+\]?$")
 _COUNT = re.compile(r"(\d+) (passed|skipped)")
 
 

@@ -6,7 +6,7 @@ from hard_conditions import Run, conditions, outcomes, report
 
 LOG = """
 tests/unit/test_one.py::test_a PASSED
-FAILED tests/unit/test_one.py::test_a[x y]@tests/support/server - AssertionError: not - here
+FAILED tests/unit/test_one.py::test_a[x y]@tests/support/server] - AssertionError: not - here
 FAILED tests/unit/test_one.py::test_b@test_one.py
 =========== 2 failed, 1200 passed, 4 skipped in 700.00s (0:11:40) ============
 ERROR tests/kernels/gpu/test_c.py::test_d[{'a': 1}] - ValueError

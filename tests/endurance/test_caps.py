@@ -38,7 +38,10 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 REQUESTS_OF_STREAM = 100
 # Most jobs get all of their tokens only when no new jobs arrive.
 TOKENS = 8
-FULL = "requests are queued already"
+FULL = ("requests are queued already", "requests that the server takes")
+LEAST_SHARE = 0.8
+"""Of the queue. Once a request has had a tenant, such as one of the fuzzed ones, the others may not
+take all places."""
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
@@ -57,7 +60,7 @@ async def test_each_open_request_ends_once(
     async def read(call: Any) -> None:
         async for response in call:
             if response.error_message:
-                assert FULL in response.error_message
+                assert any(text in response.error_message for text in FULL)
                 refused.append(response.error_message)
                 held.close()
                 continue
@@ -86,7 +89,7 @@ async def test_each_open_request_ends_once(
     answered = {name for name, count in answers.items() if count}
     assert max(answers.values()) == 1
     assert len(answered) + len(refused) == number
-    assert len(answered) >= limit
+    assert len(answered) >= LEAST_SHARE * limit
     assert refused
     result = f"{len(answered)} answered, {len(refused)} refused"
     note("open requests over gRPC", number, result, seconds)

@@ -275,6 +275,7 @@ def test_without_classes_there_is_no_table_of_them() -> None:
     assert len(list(result_tables(sweep(), "jobs/s"))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_three_figures_are_drawn(tmp_path: Path, ending: str) -> None:
     written = write_figures(sweep(), tmp_path / f"out.{ending}", 1.0)
@@ -285,6 +286,7 @@ def test_three_figures_are_drawn(tmp_path: Path, ending: str) -> None:
     assert all(path.read_bytes().startswith(start) for path in written)
 
 
+@pytest.mark.slow
 def test_a_timeline_names_only_what_is_known(tmp_path: Path) -> None:
     def texts(*records: JobRecord) -> str:
         one = LoadOutcome(list(records), [], [0.0] * len(records))

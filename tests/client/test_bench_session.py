@@ -127,6 +127,7 @@ def target() -> Target:
     return Target("a", "http://me:secret@h/v1", None)
 
 
+@pytest.mark.slow
 def test_figures_are_written_though_the_report_cannot_be(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ def test_http_needs_no_grpc_and_grpc_no_http() -> None:
     assert "aiohttp" not in over_grpc
 
 
+@pytest.mark.slow
 def test_the_gateway_needs_nothing_of_the_server_either() -> None:
     loaded = loaded_modules("import fastserve_gateway.command")
     assert "fastapi" in loaded

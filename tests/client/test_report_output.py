@@ -119,6 +119,7 @@ def test_a_figure_has_a_line_a_label_and_the_objective(tmp_path: Path) -> None:
     assert "SLO" not in texts(None)
 
 
+@pytest.mark.slow
 def test_the_same_points_make_the_same_figure(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "a.png", "b.png"):
         plot_sweep(sweep(), tmp_path / name)

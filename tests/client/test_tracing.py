@@ -44,6 +44,7 @@ def memory_tracer() -> tuple[Tracer, InMemorySpanExporter]:
 # --- The environment --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_an_endpoint_nothing_is_imported() -> None:
     program = "from fastserve_client.tracing import open_tracer; assert open_tracer('a') is None"
     modules = "fastserve_backend.serving.job_spans, fastserve_backend.engine.engine"

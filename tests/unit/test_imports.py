@@ -204,6 +204,7 @@ import fastserve_backend.serving.triton_model
     assert not later & loaded_modules(program)
 
 
+@pytest.mark.slow
 def test_recording_a_step_does_not_import_torchs_compiler() -> None:
     """That would take a second of each start, and 135 MB."""
     program = """
@@ -221,6 +222,7 @@ ENGINE_PACKAGES = {"torch", "huggingface_hub", "tokenizers", "safetensors", "ggu
                    "llguidance", "msgspec", "zmq", "platformdirs", "psutil"}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_gateway_needs_nothing_of_the_engine() -> None:
     modules = "fastserve_backend.cli.app, fastserve_gateway.command, fastserve_chat.terminal_chat"
     assert not ENGINE_PACKAGES & loaded_modules(f"import {modules}")

@@ -151,6 +151,7 @@ def test_a_deferred_job_is_not_overtaken_by_new_ones() -> None:
 # --- Whatever happens -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     data=st.data(),

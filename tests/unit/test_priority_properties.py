@@ -76,6 +76,7 @@ class OnePriorityHistory(PriorityHistory):
     make_job = History.make_job
 
 
+@pytest.mark.slow
 @random_examples(100)
 @given(**HISTORIES)
 def test_no_job_runs_while_a_more_urgent_one_could(
@@ -84,6 +85,7 @@ def test_no_job_runs_while_a_more_urgent_one_could(
     PriorityHistory(seed, name, num_stages, chunk, refuses).run()
 
 
+@pytest.mark.slow
 @random_examples(100)
 @given(**HISTORIES)
 def test_nobody_waits_longer_than_the_bound_across_priorities(

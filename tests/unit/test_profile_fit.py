@@ -66,6 +66,7 @@ job = st.tuples(st.integers(0, 2000), st.integers(1, 2000), st.booleans())
 mix = st.lists(job, min_size=1, max_size=20)
 
 
+@pytest.mark.slow
 @given(
     measured=st.lists(st.tuples(mix, st.floats(1e-5, 10.0)), min_size=1, max_size=20),
     asked=mix,

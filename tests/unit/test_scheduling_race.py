@@ -57,6 +57,7 @@ def test_the_best_of_three_fcfs_counts_for_each_figure() -> None:
     assert report.best_fcfs(cell, "tokens_per_s") == 2.0
 
 
+@pytest.mark.slow
 def test_a_cell_is_run_and_written(tmp_path: Path) -> None:
     course = cells.Course("llama-3-8b a100-80g", "code", 30, "bursts")
     cell = cells.Cell(course, 1.5, cells.capacity(course))

@@ -326,6 +326,7 @@ def test_without_predictions_the_schedule_is_that_of_skip_join(seed: int) -> Non
     serve([ours, reference], seed, new_job, check)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_with_perfect_predictions_the_schedule_is_that_of_srpt(seed: int) -> None:

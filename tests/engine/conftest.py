@@ -9,6 +9,7 @@ import pytest
 import torch
 from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend import LLM
+from fastserve_kernels.cpu import builder
 from live_engine import wait_until_free
 from small_model import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE
 from transformers import OPTConfig, OPTForCausalLM
@@ -62,3 +63,12 @@ def llm(checkpoint: Path, tokenizer: Path) -> Iterator[LLM]:
     ) as shared:
         yield shared
         wait_until_free(shared)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of profiles in a cache that holds only the compiled kernels."""
+    (tmp_path / "fastserve").mkdir()
+    (tmp_path / "fastserve" / "kernels").symlink_to(builder.cache_dir())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "fastserve" / "profiles"

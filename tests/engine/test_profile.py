@@ -15,22 +15,12 @@ from pathlib import Path
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_kernels.cpu import builder
 from waiting import wait_for
 
 # Each command imports torch and loads a model. A test has up to five of them.
 COMMAND_TIMEOUT_S = 300.0
 pytestmark = pytest.mark.timeout(900)
 PROFILE = [sys.executable, "-m", "fastserve_backend", "profile"]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of profiles in a cache that holds only the compiled kernels."""
-    (tmp_path / "fastserve").mkdir()
-    (tmp_path / "fastserve" / "kernels").symlink_to(builder.cache_dir())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "fastserve" / "profiles"
 
 
 def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:

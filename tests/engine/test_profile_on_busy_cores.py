@@ -12,21 +12,11 @@ from busy_cores import busy_cores
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.profile.latency import Curve, LatencyProfile
 from fastserve_client.engine_state import EngineState
-from fastserve_kernels.cpu import builder
 from waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 MAX_ITERATIONS = 3000
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of profiles in a cache that holds only the compiled kernels."""
-    (tmp_path / "fastserve").mkdir()
-    (tmp_path / "fastserve" / "kernels").symlink_to(builder.cache_dir())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "fastserve" / "profiles"
 
 
 def serving(checkpoint: Path, tokenizer: Path) -> LLM:

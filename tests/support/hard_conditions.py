@@ -170,11 +170,12 @@ def _cgroup(controller: str, settings: Mapping[str, str]) -> Iterator[Sequence[s
         hint = "with version 2 of cgroups, try `systemd-run --scope -p CPUQuota=… make test`"
         raise NotHere(f"{error.strerror}: {group}; {hint}") from error
     try:
-        for name, value in settings.items():
-            (group / name).write_text(value)
+        try:
+            for name, value in settings.items():
+                (group / name).write_text(value)
+        except OSError as error:
+            raise NotHere(f"{group} takes no {settings}: {error}") from error
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
-    except OSError as error:
-        raise NotHere(f"{group} takes no {settings}: {error}") from error
     finally:
         group.rmdir()
 

@@ -16,7 +16,7 @@ from live_engine import small_engine
 from started_processes import StartedProcesses, noting_processes
 from waiting import wait_for
 
-LOAD_S = 120.0
+LOAD_S = 300.0
 # Long enough that predictions come while they run.
 SHORT = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)

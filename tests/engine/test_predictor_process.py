@@ -26,7 +26,7 @@ from no_home import leave_without_home
 from started_processes import has_ended, noting_processes
 from waiting import wait_for
 
-LOAD_S = 120.0
+LOAD_S = 300.0
 PREDICTOR = "fastserve_backend.length_prediction"
 CAPACITY = 1000
 # Words that no file of the predictor has any reason to hold.

@@ -12,7 +12,7 @@ from scrape import Scrape
 from serving_client import GrpcStream, generate, settle
 from waiting import wait_for
 
-LOAD_S = 120.0
+LOAD_S = 300.0
 OUTPUT_TOKENS = 150
 REASONS = {"cold", "down", "slow"}
 # Words that appear nowhere else.

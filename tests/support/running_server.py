@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from waiting import wait_for
 
 T = TypeVar("T")
 ATTEMPTS = 10
+SLICE_S = 0.01
 
 
 @contextmanager
@@ -62,19 +64,42 @@ def rank_stopped(runtime: RuntimeDirectory) -> Iterator[int]:
 
 
 @contextmanager
+def _slow_rank(runtime: RuntimeDirectory, pause: int) -> Iterator[None]:
+    """The only rank stands still for ``pause`` times as long as it runs."""
+    over = threading.Event()
+
+    def hold_and_release() -> None:
+        while not over.wait(SLICE_S):
+            with rank_stopped(runtime):
+                over.wait(pause * SLICE_S)
+
+    thread = threading.Thread(target=hold_and_release, daemon=True)
+    if pause:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if pause:
+            thread.join()
+
+
+@contextmanager
 def job_held(server: TritonServer, start: Callable[[], T], num_jobs: int = 1) -> Iterator[T]:
     """A job that has tokens and cannot end before the block does, however fast the machine decodes.
 
     Args:
         server: an idle one with one rank, which stands still during the block.
         start: sends a long job, and returns what reads it once its first token is here. It is
-            called again if the job ends before its rank is stopped.
+            called again, with a slower rank, if the job ends before its rank is stopped: the
+            reader, such as a browser, may be far slower than the rank.
         num_jobs: how many jobs ``start`` sends. None of them ends before the block does.
 
     Yields what ``start`` returned. The metrics already count the jobs.
     """
-    for _ in range(ATTEMPTS):
-        started = start()
+    for attempt in range(ATTEMPTS):
+        with _slow_rank(server.runtime, 2**attempt - 1):
+            started = start()
         with rank_stopped(server.runtime):
             settle(server.endpoints)
             if unfinished_jobs(server.endpoints.metrics_url) >= num_jobs:

@@ -26,8 +26,9 @@ from fastserve_backend.system.helper_process import HelperProcess
 MAX_UNANSWERED = 256
 # Ends of jobs, some ten bytes each, that wait for a predictor that is busy.
 MAX_UNSENT_BYTES = 1 << 16
-# Importing torch and reading the encoder takes seconds, on a cold disk a minute.
-LOAD_TIMEOUT_S = 120.0
+# Importing torch and reading the encoder takes seconds; at low priority, beside others that use all
+# cores, minutes. Nobody waits for it.
+LOAD_TIMEOUT_S = 600.0
 # A process that does not answer for so long is stopped or has lost its way. Far above what a
 # prediction takes at low priority beside ranks that use all cores.
 ANSWER_TIMEOUT_S = 30.0

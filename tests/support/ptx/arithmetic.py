@@ -10,6 +10,7 @@ import numpy as np
 
 from ptx.errors import UnknownCode
 from ptx.formats import (
+    SIZES,
     TYPES,
     Array,
     approximate,
@@ -17,7 +18,6 @@ from ptx.formats import (
     encoded,
     flushed,
     halves,
-    size_of,
     with_one_nan,
 )
 from ptx.machine import Machine, Mask
@@ -46,7 +46,7 @@ def _elementwise(
     values = [machine.read(operand, i.type) for operand in i.operands[1:]]
     if "ftz" in i.parts:
         values = [flushed(one) for one in values]
-    result = np.asarray(function(*values)).astype(TYPES[i.type])
+    result = np.asarray(function(*values)).astype(TYPES[i.type], copy=False)
     if "ftz" in i.parts:
         result = flushed(result)
     if i.type == "f32":
@@ -142,9 +142,12 @@ def _approximation(
 
 def _shift(machine: Machine, i: Instruction, mask: Mask) -> None:
     """Shifts by more bits than the width give the result of shifting out all bits."""
-    bits = 8 * size_of(i.type)
+    bits = 8 * SIZES[i.type]
     x, count = machine.read(i.operands[1], i.type), machine.read(i.operands[2], "u32")
     operation = np.left_shift if i.parts[0] == "shl" else np.right_shift
+    if i.operands[2].isdigit() and int(i.operands[2]) < bits:
+        machine.write(i.operands[0], operation(x, count.astype(x.dtype)), mask)
+        return
     for part in (bits // 2, bits // 2):
         x = operation(x, np.minimum(count, part).astype(x.dtype))
         count = np.maximum(count, part) - part
@@ -204,7 +207,7 @@ def _move(machine: Machine, i: Instruction, mask: Mask) -> None:
     """Moves a value, a word to its parts, or parts to a word."""
     target, source = i.operands
     of_target, of_source = vector(target), vector(source)
-    part = f"b{8 * size_of(i.type) // max(len(of_target), len(of_source))}"
+    part = f"b{8 * SIZES[i.type] // max(len(of_target), len(of_source))}"
     words = np.stack([machine.read(one, part if "{" in source else i.type) for one in of_source], 1)
     for place, register in enumerate(of_target):
         values = words.view(TYPES[part if "{" in target else i.type])[:, place]

@@ -6,13 +6,18 @@ import numpy as np
 
 from ptx.async_copies import NOTHING
 from ptx.errors import MachineError, UnknownCode
-from ptx.formats import TYPES, UNSIGNED, size_of
+from ptx.formats import SIZES, TYPES, UNSIGNED
 from ptx.machine import WARP, Machine, Mask
 from ptx.program import Instruction, vector
 
 
+def _index(mask: Mask) -> Mask | slice:
+    """Selects the threads of the mask, without a copy where these are all."""
+    return slice(None) if mask.all() else mask
+
+
 def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
-    size = size_of(i.type)
+    size = SIZES[i.type]
     if i.parts[1] == "param":
         bits = machine.parameters[i.operands[1].strip("[]")] % 256**size
         values = np.array([bits], UNSIGNED[size]).view(TYPES[i.type])
@@ -20,31 +25,33 @@ def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
         return
     registers = vector(i.operands[0])
     width = size * len(registers)
-    addresses = machine.addresses(i.operands[1])[mask]
+    chosen = _index(mask)
+    addresses = machine.addresses(i.operands[1])[chosen]
     if i.parts[1] == "global":
         data = machine.memory.read(addresses, width)
         machine.load(addresses, width, mask)
     elif i.parts[1] == "shared":
-        places = machine.shared.places(addresses, machine.program_of[mask], width)
-        data = machine.shared.read(places, width, machine.warp_of[mask])
+        places = machine.shared.places(addresses, machine.program_of[chosen], width)
+        data = machine.shared.read(places, width, machine.warp_of[chosen])
     else:
         raise UnknownCode(i.text)
     values = np.empty((len(registers), machine.threads), TYPES[i.type])
-    values[:, mask] = data.view(TYPES[i.type]).T
+    values[:, chosen] = data.view(TYPES[i.type]).T
     for register, of_register in zip(registers, values, strict=True):
         machine.write(register, of_register, mask)
 
 
 def _store(machine: Machine, i: Instruction, mask: Mask) -> None:
-    values = np.stack([machine.read(one, i.type)[mask] for one in vector(i.operands[1])], axis=1)
+    chosen = _index(mask)
+    values = np.stack([machine.read(one, i.type)[chosen] for one in vector(i.operands[1])], axis=1)
     data = values.view(np.uint8)
-    addresses = machine.addresses(i.operands[0])[mask]
+    addresses = machine.addresses(i.operands[0])[chosen]
     if i.parts[1] == "global":
         machine.memory.write(addresses, data)
         machine.store(addresses, data.shape[1], mask)
     elif i.parts[1] == "shared":
-        places = machine.shared.places(addresses, machine.program_of[mask], data.shape[1])
-        machine.shared.write(places, data, machine.warp_of[mask])
+        places = machine.shared.places(addresses, machine.program_of[chosen], data.shape[1])
+        machine.shared.write(places, data, machine.warp_of[chosen])
     else:
         raise UnknownCode(i.text)
 

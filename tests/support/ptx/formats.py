@@ -16,15 +16,12 @@ TYPES: dict[str, type[np.generic]] = {
     "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
     "pred": np.bool_,
 }  # fmt: skip
+SIZES = {name: np.dtype(one).itemsize for name, one in TYPES.items()}
+"""Bytes."""
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """By bytes."""
 SMALLEST_NORMAL = np.float32(2.0**-126)
 CANONICAL_NAN = np.array(0x7FFFFFFF, np.uint32).view(np.float32)[()]
-
-
-def size_of(type_name: str) -> int:
-    """Bytes."""
-    return np.dtype(TYPES[type_name]).itemsize
 
 
 def decoded(bits: Array, type_name: str) -> Array:
@@ -60,10 +57,13 @@ def approximate(exact: Array, ulps: float) -> Array:
 
 def with_one_nan(values: Array) -> Array:
     """float32 whose NaN are all the same, as those of a GPU's results are."""
-    return np.where(np.isnan(values), CANONICAL_NAN, values)
+    is_nan = np.isnan(values)
+    return np.where(is_nan, CANONICAL_NAN, values) if is_nan.any() else values
 
 
 def flushed(values: Array) -> Array:
     """Without denormal numbers."""
     small = np.abs(values) < SMALLEST_NORMAL
-    return np.where(small, np.copysign(np.float32(0), values), values).astype(np.float32)
+    return np.where(small, np.copysign(np.float32(0), values), values).astype(
+        np.float32, copy=False
+    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
 from ptx.async_copies import AsyncCopies
 from ptx.earlier_launches import EarlierLaunches
 from ptx.errors import MachineError, UnknownCode
-from ptx.formats import TYPES, UNSIGNED, Array, size_of
+from ptx.formats import SIZES, TYPES, UNSIGNED, Array
 from ptx.global_order import GlobalOrder
 from ptx.memory import SHARED_START, GlobalMemory, SharedMemory
 from ptx.products import Products
@@ -68,7 +69,7 @@ class Machine:
         self.ids = np.array(ids)
         self.id_of = id_of = self.ids[self.program_of]
         width, height, _ = grid
-        self._special = {
+        special = {
             "%tid.x": threads % program.threads,
             "%ctaid.x": id_of % width,
             "%ctaid.y": id_of // width % height,
@@ -76,6 +77,7 @@ class Machine:
             "%nctaid.x": np.full(self.threads, width),
             "%nctaid.y": np.full(self.threads, height),
         }
+        self._special = {name: values.astype(np.uint32) for name, values in special.items()}
         self._registers: dict[str, Array] = {}
         self._executing = np.zeros(self.threads, np.bool_)
         self.alive = np.ones(self.threads, np.bool_)
@@ -92,9 +94,9 @@ class Machine:
         waiting = {0: self.alive.copy()}  # by index of the instruction that they execute next
         while waiting:
             at = min(waiting)
-            mask = waiting.pop(at)
+            mask = waiting.pop(at)  # of at least one thread, all of them alive
             instruction = code[at]
-            executing = mask & self._guard(instruction)
+            executing = mask if instruction.guard is None else mask & self._guard(instruction)
             operation = instruction.parts[0]
             go_on = mask
             if operation == "bra":
@@ -105,7 +107,7 @@ class Machine:
                 go_on = mask & ~executing
             elif operation not in execute:
                 raise UnknownCode(instruction.text)
-            elif executing.any():
+            elif executing is mask or executing.any():
                 self._executing = executing
                 try:
                     execute[operation](self, instruction, executing)
@@ -137,15 +139,14 @@ class Machine:
 
     def read(self, operand: str, type_name: str, by_product: bool = False) -> Array:
         """Of all threads. by_product: a product may add to the results of one under way."""
-        dtype = TYPES[type_name]
+        dtype, size = TYPES[type_name], SIZES[type_name]
         if operand in self._special:
-            return self._special[operand].astype(np.uint32).view(dtype)
+            return self._special[operand].view(dtype)
         if not operand.startswith("%"):
             return np.broadcast_to(_constant(operand, type_name), self.threads)
         if self.products.are_under_way and not by_product:
             self.products.check_use(operand, self._groups(self._executing))
         register = self.register(operand)
-        size = size_of(type_name)
         if register.itemsize != size:  # the lower part
             register = register.astype(UNSIGNED[size])
         return register.view(dtype)
@@ -167,25 +168,23 @@ class Machine:
         np.copyto(register, np.ascontiguousarray(values).view(register.dtype), where=mask)
 
     def register(self, name: str) -> Array:
-        if name not in self._registers:
+        if (register := self._registers.get(name)) is None:
             kind = re.fullmatch(r"%([a-z]+)\d+", name)
             if kind is None or kind[1] not in _REGISTERS:
                 raise UnknownCode(f"register {name}")
             # Registers that were never written hold arbitrary values.
-            self._registers[name] = np.full(self.threads, 0xCDCD).astype(_REGISTERS[kind[1]])
-        return self._registers[name]
+            register = np.full(self.threads, 0xCDCD).astype(_REGISTERS[kind[1]])
+            self._registers[name] = register
+        return register
 
     def addresses(self, operand: str) -> Array:
         """int64, of all threads."""
-        match = _ADDRESS.fullmatch(operand)
-        if match is None:
-            raise UnknownCode(f"address {operand}")
-        base, offset = match.groups()
+        base, offset = _address(operand)
         if base.startswith("%"):
             start = self.register(base).astype(np.int64)
         else:
             start = np.broadcast_to(_constant(base, "s64"), self.threads)
-        return start + int(offset or 0)
+        return start + offset
 
     def whole_warps(self, mask: Mask, size: int = WARP) -> Array:
         """The warps, or groups of another size, that execute an instruction.
@@ -205,19 +204,29 @@ class Machine:
         return of_groups
 
     def _guard(self, instruction: Instruction) -> Array:
-        if instruction.guard is None:
-            return self.alive
+        assert instruction.guard is not None
         guard = self.register(instruction.guard)
         return ~guard if instruction.is_negated else guard
 
 
 def _join(waiting: dict[int, Mask], at: int, mask: Mask) -> None:
     if at in waiting:
-        waiting[at] |= mask
+        waiting[at] = waiting[at] | mask
     elif mask.any():
-        waiting[at] = mask.copy()
+        waiting[at] = mask
 
 
+@cache
+def _address(operand: str) -> tuple[str, int]:
+    """The base and the offset."""
+    match = _ADDRESS.fullmatch(operand)
+    if match is None:
+        raise UnknownCode(f"address {operand}")
+    base, offset = match.groups()
+    return base, int(offset or 0)
+
+
+@cache
 def _constant(text: str, type_name: str) -> np.generic:
     dtype = np.dtype(TYPES[type_name])
     if type_name == "pred":

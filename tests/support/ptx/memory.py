@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,8 +15,13 @@ SHARED_START = 1024
 """Address of each program's first byte of shared memory. It is not 0, which could hide a bug."""
 POISON = 0xFF
 """Bytes that were not written yet: NaN."""
-SEVERAL = -2
+_WARP_BITS = 16
+SEVERAL = np.uint32((1 << _WARP_BITS) - 1)
 """Takes the place of a warp: more than one warp."""
+NEVER = np.uint32(0xFFFF << _WARP_BITS)
+"""Takes the place of a use."""
+_MOST_WIDTH = 16
+"""Bytes that one instruction of a thread reads or writes."""
 
 
 class GlobalMemory:
@@ -29,22 +35,25 @@ class GlobalMemory:
         """Those of the ranges that were written to."""
         self._starts = np.array([start for start, _ in known], dtype=np.int64)
         self._ends = np.array([start + size for start, size in known], dtype=np.int64)
+        # Each from a multiple of the largest width, so that what a thread reads or writes is a row.
+        self._firsts = self._starts // _MOST_WIDTH * _MOST_WIDTH
         self._bytes = [
-            np.frombuffer((ctypes.c_uint8 * size).from_address(start), dtype=np.uint8)
-            for start, size in known
+            np.frombuffer((ctypes.c_uint8 * (end - first)).from_address(first), dtype=np.uint8)
+            for first, end in zip(self._firsts.tolist(), self._ends.tolist(), strict=True)
         ]
 
     def read(self, addresses: Array, width: int) -> Array:
         """uint8 [n, width] at int64 [n]."""
         data = np.empty((len(addresses), width), np.uint8)
-        for index, chosen, places in self._places(addresses, width):
-            data[chosen] = self._bytes[index][places]
+        for index, chosen, rows in self._rows(addresses, width):
+            data[chosen] = _as_rows(self._bytes[index], width)[rows]
         return data
 
     def write(self, addresses: Array, data: Array) -> None:
         """data: uint8 [n, width]."""
-        for index, chosen, places in self._places(addresses, data.shape[1]):
-            self._bytes[index][places] = data[chosen]
+        width = data.shape[1]
+        for index, chosen, rows in self._rows(addresses, width):
+            _as_rows(self._bytes[index], width)[rows] = data[chosen]
             self.written.add(self.ranges[index])
 
     def check(self, addresses: Array, width: int) -> Array:
@@ -61,15 +70,17 @@ class GlobalMemory:
             raise MachineError(f"{int(outside.sum())} threads outside all tensors, at {first:#x}")
         return found
 
-    def _places(self, addresses: Array, width: int) -> Iterable[tuple[int, Array, Array]]:
+    def _rows(self, addresses: Array, width: int) -> Iterable[tuple[int, Array | slice, Array]]:
+        """Of each tensor: its index, which of the addresses are in it, and their rows."""
         found = self.check(addresses, width)
+        if not len(found):
+            return
+        if (found == found[0]).all():
+            yield int(found[0]), slice(None), (addresses - self._firsts[found[0]]) // width
+            return
         for index in np.unique(found):
             chosen = found == index
-            yield (
-                int(index),
-                chosen,
-                _spread(addresses[chosen] - self._starts[index], width),
-            )
+            yield int(index), chosen, (addresses[chosen] - self._firsts[index]) // width
 
 
 class SharedMemory:
@@ -85,10 +96,8 @@ class SharedMemory:
         self._pitch = -(-num_bytes // 16) * 16
         size = num_programs * self._pitch
         self._bytes = np.full(size, POISON, np.uint8)
-        self._barriers = np.zeros(num_programs, np.int32)
-        # For each byte: the barriers before its last write or read, and the warp.
-        self._written_at, self._writer = np.full(size, -1, np.int32), np.zeros(size, np.int32)
-        self._read_at, self._reader = np.full(size, -1, np.int32), np.zeros(size, np.int32)
+        self._barriers = np.zeros(num_programs, np.uint32)
+        self._written, self._read = _LastUses(size), _LastUses(size)
         # For each 16 bytes: the products that read them and were not waited for.
         self._products = np.zeros(size // 16, np.int32)
 
@@ -110,28 +119,29 @@ class SharedMemory:
 
     def read(self, places: Array, width: int, warps: Array) -> Array:
         """uint8 [n, width]."""
-        of_bytes, at, warps = self._of_bytes(places, width, warps)
-        _check(of_bytes, at, warps, self._written_at, self._writer, "read before a barrier")
-        _note(of_bytes, at, warps, self._read_at, self._reader)
-        return self._bytes[_spread(places, width)]
+        uses = self._uses(places, width, warps)
+        self._written.check(uses, "read before a barrier")
+        self._read.note(uses)
+        return _as_rows(self._bytes, width)[uses.rows]
 
     def write(self, places: Array, data: Array, warps: Array) -> None:
         """data: uint8 [n, width]."""
-        of_bytes, values = self.claim(places, data.shape[1], warps), data.ravel()
-        self._bytes[of_bytes] = values
-        if (self._bytes[of_bytes] != values).any():
+        width = data.shape[1]
+        self.claim(places, width, warps)
+        rows, values = places // width, _as_rows(self._bytes, width)
+        values[rows] = data
+        if (values[rows] != data).any():
             raise MachineError("two threads write different values to one place")
 
-    def claim(self, places: Array, width: int, warps: Array) -> Array:
-        """Reserves bytes that warps are about to write; returns the index of each byte."""
-        of_bytes, at, warps = self._of_bytes(places, width, warps)
-        _check(of_bytes, at, warps, self._written_at, self._writer, "written by two warps")
-        _check(of_bytes, at, warps, self._read_at, self._reader, "written while it is read")
-        if self._products[of_bytes // 16].any():
+    def claim(self, places: Array, width: int, warps: Array) -> None:
+        """Reserves bytes that warps are about to write."""
+        uses = self._uses(places, width, warps)
+        self._written.check(uses, "written by two warps")
+        self._read.check(uses, "written while it is read")
+        if self._products[places // 16].any():
             raise MachineError("a product that was not waited for reads what is written")
-        _note(of_bytes, at, warps, self._written_at, self._writer)
-        self._bytes[of_bytes] = POISON
-        return of_bytes
+        self._written.note(uses)
+        _as_rows(self._bytes, width)[uses.rows] = POISON
 
     def read_by_product(self, places: Array) -> Array:
         """uint8 [n, 16], which a product reads until `end_product`. Places are multiples of 16."""
@@ -143,30 +153,58 @@ class SharedMemory:
         """places: those of `read_by_product`, or some of them."""
         np.subtract.at(self._products, places // 16, 1)
 
-    def _of_bytes(self, places: Array, width: int, warps: Array) -> tuple[Array, Array, Array]:
-        """Of each of them: its place, the barriers of its program, and the warp."""
-        of_bytes = _spread(places, width).ravel()
-        return of_bytes, self._barriers[of_bytes // self._pitch], np.repeat(warps, width)
+    def _uses(self, places: Array, width: int, warps: Array) -> _Uses:
+        barriers = self._barriers[places // self._pitch]
+        return _Uses(places // width, width, barriers << _WARP_BITS, warps.astype(np.uint32))
 
 
-def _check(
-    of_bytes: Array, at: Array, warps: Array, used_at: Array, user: Array, what: str
-) -> None:
-    conflicts = (used_at[of_bytes] == at) & (user[of_bytes] != warps)
-    if conflicts.any():
-        raise MachineError(f"{int(conflicts.sum())} bytes of shared memory are {what}")
+@dataclass(frozen=True)
+class _Uses:
+    """Of shared memory, by one instruction of some threads."""
+
+    rows: Array
+    """[n] of ``width`` bytes each."""
+    width: int
+    at: Array
+    """uint32 [n]: the barriers of the thread's program so far, above the bits of a warp."""
+    warps: Array
+    """uint32 [n]"""
 
 
-def _note(of_bytes: Array, at: Array, warps: Array, used_at: Array, user: Array) -> None:
-    is_shared = (used_at[of_bytes] == at) & (user[of_bytes] != warps)
-    used_at[of_bytes] = at
-    user[of_bytes] = np.where(is_shared, SEVERAL, warps)
-    # Where two of these warps use the same byte, one of them was kept above.
-    user[of_bytes[user[of_bytes] != warps]] = SEVERAL
+class _LastUses:
+    """For each byte of shared memory: its last use of one kind, as a number of the barriers before
+    it and the warp."""
+
+    def __init__(self, size: int) -> None:
+        self._numbers = np.full(size, NEVER, np.uint32)
+
+    def check(self, uses: _Uses, what: str) -> None:
+        conflicts = self._by_others(uses)
+        if conflicts.any():
+            raise MachineError(f"{int(conflicts.sum())} bytes of shared memory are {what}")
+
+    def note(self, uses: _Uses) -> None:
+        is_shared = self._by_others(uses)
+        numbers, own = _as_rows(self._numbers, uses.width), (uses.at | uses.warps)[:, None]
+        numbers[uses.rows] = own
+        # Where two of these warps use the same byte, one of them was kept.
+        is_shared |= numbers[uses.rows] != own
+        if is_shared.any():
+            users, places = np.nonzero(is_shared)
+            numbers[uses.rows[users], places] = uses.at[users] | SEVERAL
+
+    def _by_others(self, uses: _Uses) -> Array:
+        """bool [n, width]: whether another warp has used the byte since the last barrier."""
+        numbers = _as_rows(self._numbers, uses.width)[uses.rows]
+        numbers ^= (uses.at | uses.warps)[:, None]
+        numbers -= np.uint32(1)  # which makes the same use the largest number
+        result: Array = numbers < SEVERAL
+        return result
 
 
-def _spread(places: Array, width: int) -> Array:
-    return places[:, None] + np.arange(width)
+def _as_rows(values: Array, width: int) -> Array:
+    """A view of [n, width], without the values at the end that fill no row."""
+    return values[: len(values) // width * width].reshape(-1, width)
 
 
 def _check_alignment(addresses: Array, width: int) -> None:

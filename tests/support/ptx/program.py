@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from ptx.errors import UnknownCode
 
@@ -90,9 +91,10 @@ def _lines(body: str) -> Iterator[str]:
             yield code
 
 
-def vector(operand: str) -> list[str]:
+@cache
+def vector(operand: str) -> tuple[str, ...]:
     """The registers of ``{%r1, %r2}``, or the one that stands alone."""
-    return [register.strip() for register in operand.strip("{} ").split(",")]
+    return tuple(register.strip() for register in operand.strip("{} ").split(","))
 
 
 def _instruction(text: str) -> Instruction:

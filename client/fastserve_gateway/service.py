@@ -52,16 +52,14 @@ def service_options(
         tpot_slo_ms=_objective(headers, protocol.TPOT_SLO_MS),
         tenant=body.tenant if caller.tenant is None else caller.tenant,
         session_id=body.session_id or _session(headers),
-        cache_salt=body.cache_salt if share_kv else _tenants_salt(caller, body.cache_salt),
+        cache_salt=_cache_salt("" if share_kv else caller.tenant or "", body.cache_salt or ""),
     )
 
 
-def _tenants_salt(caller: Caller, salt: str | None) -> str | None:
-    """The salt of the caller's request, which no request of another tenant can have: names of
-    tenants have no slash."""
-    if caller.tenant is None or not (caller.tenant or salt):
-        return salt
-    return f"{caller.tenant}/{salt or ''}"
+def _cache_salt(tenant: str, salt: str) -> str | None:
+    """The salt that the server gets. No request of another tenant has it, also at other gateways:
+    names of tenants have no slash."""
+    return f"{tenant}/{salt}" if tenant or salt else None
 
 
 def _session(headers: Headers) -> str | None:

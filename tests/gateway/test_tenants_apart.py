@@ -17,11 +17,14 @@ from fastserve_client.engine_state import EngineState, ListedJob
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.key_file import NamedKey
 from fastserve_gateway.app import create_app
-from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.auth import ApiKeys, Caller
+from fastserve_gateway.schemas import RequestBody
+from fastserve_gateway.service import service_options
 from fastserve_gateway.tenant_view import TenantView
 from lone_gateway import settings
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from serving_client import server_sent_events
+from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 from waiting import wait_for
 
@@ -84,6 +87,24 @@ def test_tenants_share_kv_where_the_operator_wants_it(
         assert cached_tokens(sharing, CHAT, prompt) == 0
         wait_for(lambda: cached_tokens(sharing, OPS, prompt) == 64)
         assert cached_tokens(sharing, OPS, prompt, cache_salt="mine") == 0
+
+
+@pytest.mark.parametrize("share_kv", [False, True])
+@pytest.mark.parametrize("tenant", [None, "", "mallory"])
+@pytest.mark.parametrize("salt", [None, "alice", "alice/", "/alice/", "/"])
+def test_no_salt_of_a_request_makes_it_another_tenants(
+    share_kv: bool, tenant: str | None, salt: str | None
+) -> None:
+    def given(tenant: str | None, salt: str | None, share_kv: bool = False) -> str | None:
+        body = RequestBody(model="fastserve", cache_salt=salt)
+        caller = Caller(tenant, None, sees_all=False)
+        return service_options(body, Headers(), caller, share_kv=share_kv)["cache_salt"]
+
+    alices = {given("alice", own) for own in (None, "alice", "alice/", "/alice/", "/")}
+    assert len(alices) == 5
+    assert given(tenant, salt, share_kv) not in alices
+    if salt is None and not (tenant and not share_kv):
+        assert given(tenant, salt, share_kv) is None
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ class ServiceLevel:
     """For whom it runs. Requests of "" share one tenant."""
     session_id: str = ""
     """The conversation of this tenant that the request is a turn of; "": of none."""
+    cache_salt: str = ""
+    """Only jobs with the same salt use each other's KV; "" is the salt of those without one."""
 
     def with_default_objectives(
         self, ttft_slo_ms: float | None, tpot_slo_ms: float | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fastserve_client.engine_state import EngineState
 from fastserve_client.errors import ClientError, ServerError
 from fastserve_client.request import InferRequest
-from fastserve_client.response import read_engine_state, unreadable
+from fastserve_client.response import read_engine_state, read_picture
 from fastserve_client.transport import AioCall
 
 if TYPE_CHECKING:
@@ -47,11 +47,7 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
         self._had_picture = False
 
     async def __anext__(self) -> EngineState:
-        text = await self.next_json()
-        try:
-            return EngineState.from_json(text)
-        except (KeyError, TypeError, ValueError) as error:
-            raise unreadable(self._request.model, error) from error
+        return read_picture(self._request.model, await self.next_json())
 
     async def next_json(self) -> str:
         """The next picture as JSON, to pass it on. Raises the errors of iterating."""

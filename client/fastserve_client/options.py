@@ -84,6 +84,8 @@ class ServiceOptions(TypedDict, total=False):
     session_id: str | None
     """Names the tenant's conversation that the request is a turn of. Its KV is held for a while
     after the answer, for the next turn."""
+    cache_salt: str | None
+    """Only requests with the same salt use each other's KV. Those without one share theirs."""
 
 
 class ChatTemplateOptions(TypedDict, total=False):

@@ -74,6 +74,8 @@ TENANT: Final = "tenant"
 """For whom the request runs."""
 SESSION_ID: Final = "session_id"
 """The conversation that the request is a turn of; its KV is kept for the next turn."""
+CACHE_SALT: Final = "cache_salt"
+"""Only requests with the same salt use each other's KV; those without one share theirs."""
 SLO_HEADERS: Final = {TTFT_SLO_MS: "x-slo-ttft-ms", TPOT_SLO_MS: "x-slo-tpot-ms"}
 """The gateway's HTTP headers for objectives."""
 SESSION_HEADER: Final = "x-session-id"
@@ -179,6 +181,7 @@ INPUTS: Final = (
     TensorSpec(TPOT_SLO_MS, "FP32"),
     TensorSpec(TENANT, "BYTES"),
     TensorSpec(SESSION_ID, "BYTES"),
+    TensorSpec(CACHE_SALT, "BYTES"),
     TensorSpec(RETURN_FINISH_REASON, "BOOL"),
     TensorSpec(RETURN_NUM_INPUT_TOKENS, "BOOL"),
     TensorSpec(RETURN_NUM_CACHED_TOKENS, "BOOL"),

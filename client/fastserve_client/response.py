@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserve_client import protocol
+from fastserve_client.engine_state import EngineState
 from fastserve_client.errors import ServerError
 from fastserve_client.model_description import ModelDescription
 from fastserve_client.results import (
@@ -77,6 +78,18 @@ def read_tokenization(model: str, outputs: Outputs) -> Tokenization:
             max_model_len=int(fields["max_model_len"]),
             token_strs=None if token_strs is None else tuple(token_strs),
         )
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable(model, error) from error
+
+
+def read_picture(model: str, text: str) -> EngineState:
+    """A picture of the engine from its JSON.
+
+    Raises:
+        ServerError: it is none.
+    """
+    try:
+        return EngineState.from_json(text)
     except (KeyError, TypeError, ValueError) as error:
         raise unreadable(model, error) from error
 

@@ -107,7 +107,13 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         app.add_middleware(RequestTraces, tracer=tracer)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    with_caller = Depends(require_key)
+    with_viewer = Depends(require_key)
+
+    async def require_client(caller: Caller = with_viewer) -> Caller:
+        caller.check_is_client()
+        return caller
+
+    with_caller = Depends(require_client)
     with_key = [with_caller]
     with_body = Depends(HeldBodies(settings.max_held_bytes).of_request)
     started = int(time.time())
@@ -185,11 +191,11 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     def shown(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "fastserve"}
 
-    @app.get("/v1/models", dependencies=with_key)
+    @app.get("/v1/models", dependencies=[with_viewer])
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": list(map(shown, settings.models))})
 
-    @app.get("/v1/models/{name:path}", dependencies=with_key)
+    @app.get("/v1/models/{name:path}", dependencies=[with_viewer])
     async def one_model(name: str) -> Response:
         find_model(responder().models, name)
         return JSONResponse(shown(name))
@@ -201,8 +207,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
                 raise ApiError(503, "the model server is not ready")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", dependencies=with_key)
-    async def metrics() -> Response:
+    @app.get("/metrics")
+    async def metrics(caller: Caller = with_viewer) -> Response:
+        caller.check_sees_all()
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(live_routes(lambda: responder().models, require_key))

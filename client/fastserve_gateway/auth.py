@@ -1,4 +1,5 @@
-"""Who may use the gateway: clients with an API key, or, without keys, this machine alone."""
+"""Who may use the gateway: clients and operators with their keys, or, without keys, this machine
+alone."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastserve_client.errors import InvalidRequest
 from fastserve_client.key_file import NamedKey
 from fastserve_client.listening import is_loopback
 
@@ -26,6 +28,30 @@ class Caller:
     """The name of its key. None: there are no keys, and the request itself may name its tenant."""
     most_urgent_priority: int | None
     """The least number that it may have as its priority; None: any."""
+    sees_all: bool
+    """Whether it may see the names, jobs and numbers of all tenants, or only its own."""
+    is_operator: bool = False
+    """An operator looks, and has no jobs."""
+
+    def check_is_client(self) -> None:
+        """Raises ApiError (403): it is an operator."""
+        if self.is_operator:
+            raise ApiError(
+                403,
+                "this key is an operator's, which is for /metrics and /live; "
+                "use a key of --api-keys-file",
+                code="operator_key",
+            )
+
+    def check_sees_all(self) -> None:
+        """Raises ApiError (403): it sees only what is its own."""
+        if not self.sees_all:
+            raise ApiError(
+                403,
+                "this shows all tenants, so it needs an operator's key, which is one of "
+                "--operator-keys-file",
+                code="operator_key_required",
+            )
 
 
 class ApiKeys:
@@ -34,27 +60,40 @@ class ApiKeys:
     Only digests are kept. They have equal lengths, and each request is compared with all of them in
     constant time. So the time of an answer reveals nothing about a key.
 
+    If any of ``keys`` has a name, each of them sees only what is its own tenant's.
+
     Args:
         most_urgent_priority: for keys that have none of their own, and without keys for everybody.
             None: 0 with keys, and any priority without.
+        operator_keys: of callers that see everything and have no jobs. Their names mean nothing.
+
+    Raises InvalidRequest: a key is in both lists, or there are only operators' keys.
     """
 
     def __init__(
-        self, keys: Sequence[NamedKey] = (), most_urgent_priority: int | None = None
+        self,
+        keys: Sequence[NamedKey] = (),
+        most_urgent_priority: int | None = None,
+        operator_keys: Sequence[NamedKey] = (),
     ) -> None:
         if keys and most_urgent_priority is None:
             most_urgent_priority = 0
-        self._anybody = Caller(None, most_urgent_priority)
-        self._digests = [_digest(one.key.encode()) for one in keys]
+        _check_operator_keys(keys, operator_keys)
+        self._anybody = Caller(None, most_urgent_priority, sees_all=True)
+        self._digests = [_digest(one.key.encode()) for one in (*keys, *operator_keys)]
+        sees_all = not any(one.name for one in keys)
         self._callers = [
             Caller(
                 one.name,
                 most_urgent_priority
                 if one.most_urgent_priority is None
                 else one.most_urgent_priority,
+                sees_all,
             )
             for one in keys
         ]
+        operator = Caller(None, most_urgent_priority, sees_all=True, is_operator=True)
+        self._callers += [operator] * len(operator_keys)
 
     @property
     def required(self) -> bool:
@@ -81,6 +120,19 @@ class ApiKeys:
             "a valid API key is required, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _check_operator_keys(keys: Sequence[NamedKey], operator_keys: Sequence[NamedKey]) -> None:
+    if operator_keys and not keys:
+        raise InvalidRequest(
+            "operator_keys_file: got it without api_keys_file; give both, because without API keys "
+            "everybody on this machine may see and do everything"
+        )
+    if not {one.key for one in keys}.isdisjoint(one.key for one in operator_keys):
+        raise InvalidRequest(
+            "operator_keys_file: got a key that api_keys_file has too; take it out of one of them, "
+            "as operators' keys are for looking alone"
         )
 
 

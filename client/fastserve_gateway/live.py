@@ -13,6 +13,7 @@ from fastserve_client.errors import ClientError
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from fastserve_gateway.answer import event
+from fastserve_gateway.auth import Caller
 from fastserve_gateway.errors import from_client_error, invalid, no_such_route
 from fastserve_gateway.event_stream import EventStream
 from fastserve_gateway.served_models import ServedModel, find_model
@@ -34,7 +35,7 @@ _HEADERS = {
 
 
 def live_routes(
-    models: Callable[[], Mapping[str, ServedModel]], require_key: Callable[..., Awaitable[object]]
+    models: Callable[[], Mapping[str, ServedModel]], require_key: Callable[..., Awaitable[Caller]]
 ) -> APIRouter:
     """The routes.
 
@@ -50,12 +51,14 @@ def live_routes(
     async def page() -> Response:
         return _file(files[_PAGE])
 
-    @router.get(EVENTS_PATH, dependencies=[with_key])
-    async def events(model: str | None = None, server: str = "0") -> Response:
+    @router.get(EVENTS_PATH)
+    async def events(
+        model: str | None = None, server: str = "0", caller: Caller = with_key
+    ) -> Response:
         feeds = _chosen(models(), model).feeds
         if server not in map(str, range(len(feeds))):
             raise invalid("server", f"must be 0 to {len(feeds) - 1}")
-        stream = feeds[int(server)].events()
+        stream = feeds[int(server)].events(None if caller.sees_all else caller.tenant)
         first = await anext(stream)  # comes at once, or raises an error with its status
         return EventStream(
             first, stream, {}, lambda error: event(from_client_error(error, {}).body)

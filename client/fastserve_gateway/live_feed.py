@@ -8,10 +8,12 @@ from collections.abc import AsyncGenerator
 
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import ClientError, ConnectionFailed, ServerUnavailable
+from fastserve_client.response import read_picture
 from fastserve_client.retry import FIRST_DELAY_S, MAX_DELAY_S
 
 from fastserve_gateway.answer import event
 from fastserve_gateway.errors import ApiError
+from fastserve_gateway.tenant_view import TenantView
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +36,17 @@ class LiveFeed:
 
     def __init__(self, client: AsyncFastServeClient) -> None:
         self._client = client
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._viewers: dict[asyncio.Queue[bytes | None], str | None] = {}
+        self._views: dict[str, TenantView] = {}  # of the tenants that look
         self._watcher: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, tenant: str | None = None) -> AsyncGenerator[bytes, None]:
         """Events for one viewer, until ``close``. The first, a comment, comes at once. Closing the
         generator ends them.
+
+        Args:
+            tenant: whose part of each picture the viewer sees. None: all of it.
 
         Raises ApiError (503) if there are ``MAX_VIEWERS``, or the gateway is shutting down.
         """
@@ -48,7 +54,7 @@ class LiveFeed:
             reason = "shutting down" if self._closed else f"{MAX_VIEWERS} others look already"
             raise ApiError(503, f"the live view takes no viewer now: {reason}")
         unread: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_UNREAD)
-        self._viewers.add(unread)
+        self._viewers[unread] = tenant
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
         try:
@@ -56,7 +62,7 @@ class LiveFeed:
             while (one := await _next(unread)) is not None:
                 yield one
         finally:
-            self._viewers.discard(unread)
+            del self._viewers[unread]
             if not self._viewers:
                 self._stop_watching()
 
@@ -80,20 +86,35 @@ class LiveFeed:
             try:
                 async with self._client.watch(INTERVAL_S) as watch:
                     while True:
-                        self._show(f"data: {await watch.next_json()}\n\n".encode())
+                        self._show_picture(await watch.next_json())
                         delay_s = FIRST_DELAY_S
             except ClientError as error:
                 if delay_s == FIRST_DELAY_S:  # log only the first attempt
                     logger.warning("the live view has no pictures: %s", error)
-                self._show(event(_lost(error).body))
+                self._show_all(event(_lost(error).body))
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
-    def _show(self, one: bytes) -> None:
+    def _show_picture(self, text: str) -> None:
+        """Raises ServerError: it is no picture, and a tenant's part of it is wanted."""
+        tenants = {tenant for tenant in self._viewers.values() if tenant is not None}
+        self._views = {one: self._views.get(one) or TenantView(one) for one in tenants}
+        shown: dict[str | None, bytes] = {None: f"data: {text}\n\n".encode()}
+        if tenants:
+            state = read_picture(self._client.model, text)
+            shown |= {tenant: event(view.part_of(state)) for tenant, view in self._views.items()}
+        for unread, viewer in self._viewers.items():
+            _show(unread, shown[viewer])
+
+    def _show_all(self, one: bytes) -> None:
         for unread in self._viewers:
-            if unread.full():
-                unread.get_nowait()
-            unread.put_nowait(one)
+            _show(unread, one)
+
+
+def _show(unread: asyncio.Queue[bytes | None], one: bytes) -> None:
+    if unread.full():
+        unread.get_nowait()
+    unread.put_nowait(one)
 
 
 async def _next(unread: asyncio.Queue[bytes | None]) -> bytes | None:

@@ -71,7 +71,7 @@ class Responder:
         note_model(body.model)
         if caller.tenant is None:
             note_tenant(request, body.tenant or "")
-        service = service_options(body, request.headers, caller)
+        service = service_options(body, request.headers, caller, share_kv=settings.share_kv)
         try:
             answer = await answer_to(body, model)
         except ClientError as error:  # the server does not describe its model

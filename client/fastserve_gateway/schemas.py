@@ -39,6 +39,8 @@ MAX_LOGPROBS = 20
 """The server's limit."""
 MAX_SESSION_ID_CHARS = 128
 """The server's limit."""
+MAX_CACHE_SALT_CHARS = 128
+"""The server takes twice as many, because a tenant's name comes before the salt."""
 
 
 def _without_false(value: Any) -> Any:
@@ -132,6 +134,7 @@ class RequestBody(Body):
     service_tier: ServiceTier | None = None
     tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
     session_id: Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _check_service_tier(self) -> RequestBody:

@@ -20,8 +20,13 @@ _LLM_D_HEADERS = {
 _MAX_SHOWN_CHARS = 40
 
 
-def service_options(body: RequestBody, headers: Headers, caller: Caller) -> ServiceOptions:
+def service_options(
+    body: RequestBody, headers: Headers, caller: Caller, *, share_kv: bool
+) -> ServiceOptions:
     """What the request's jobs ask for. The server checks the ranges of these values.
+
+    Args:
+        share_kv: tenants use each other's KV.
 
     Raises:
         ApiError: an objective is no time, the session's header is too long, or the request names a
@@ -47,7 +52,14 @@ def service_options(body: RequestBody, headers: Headers, caller: Caller) -> Serv
         tpot_slo_ms=_objective(headers, protocol.TPOT_SLO_MS),
         tenant=body.tenant if caller.tenant is None else caller.tenant,
         session_id=body.session_id or _session(headers),
+        cache_salt=_cache_salt("" if share_kv else caller.tenant or "", body.cache_salt or ""),
     )
+
+
+def _cache_salt(tenant: str, salt: str) -> str | None:
+    """The salt that the server gets. No request of another tenant has it, also at other gateways:
+    names of tenants have no slash."""
+    return f"{tenant}/{salt}" if tenant or salt else None
 
 
 def _session(headers: Headers) -> str | None:

@@ -29,6 +29,8 @@ class GatewaySettings:
     max_stored_bytes: int
     """The bytes of all stored responses; 0 stores none."""
     formats: FormatNames = field(default_factory=FormatNames)
+    share_kv: bool = False
+    """True: tenants use each other's KV of equal beginnings of prompts, which usage then shows."""
 
     def __post_init__(self) -> None:
         _refuse_twice("url", [str(Endpoint.parse(url)) for url in self.urls])

@@ -85,7 +85,7 @@ def test_keys_and_passwords_come_from_files(config: dict[str, Any]) -> None:
         if "secrets" in service
     }
     assert granted == {
-        "gateway": {"api_keys"},
+        "gateway": {"api_keys", "metrics_key"},
         "prometheus": {"metrics_key"},
         "grafana": {"grafana_password"},
     }

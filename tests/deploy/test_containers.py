@@ -26,6 +26,7 @@ from tiny_model import START_TIMEOUT_S, TINY_OPT, engine_options
 # The first test may compile the kernels.
 
 KEY = "sk-for-this-test-only"
+OPERATOR_KEY = "sk-to-look-at-this-test"
 # Runs in the model server's container: the status of each path without the operator's key.
 ASK = """
 import sys, urllib.error, urllib.request
@@ -107,14 +108,16 @@ def gateway(
     triton: RunningContainer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningContainer]:
     directory = tmp_path_factory.mktemp("gateway")
-    keys = directory / "api_keys"
+    keys, operator_keys = directory / "api_keys", directory / "metrics_key"
     keys.write_text(f"{KEY}\n", encoding="utf-8")
+    operator_keys.write_text(f"{OPERATOR_KEY}\n", encoding="utf-8")
     stage = dockerfile_stage("gateway")
     container = Container(
         command=[*stage.entrypoint, *service("gateway")["command"]],
         user=stage.user,
         environment=container_environment("gateway"),
-        read_only=sources() | {keys: "/run/secrets/api_keys"},
+        read_only=sources()
+        | {keys: "/run/secrets/api_keys", operator_keys: "/run/secrets/metrics_key"},
         writable={},
         hosts="triton",
         network_of=triton,

@@ -182,7 +182,7 @@ def test_kserve_runs_the_same_server() -> None:
 
 def test_the_example_has_no_key() -> None:
     (secret,) = (one for one in plain_manifests() if one["kind"] == "Secret")
-    assert secret["stringData"] == {"api_keys": ""}
+    assert secret["stringData"] == {"api_keys": "", "operator_keys": ""}
 
 
 def test_services_stay_inside_and_triton_is_for_the_gateway() -> None:

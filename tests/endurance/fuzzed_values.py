@@ -226,6 +226,7 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     **dict.fromkeys((protocol.TTFT_SLO_MS, protocol.TPOT_SLO_MS), _between(1e-3, 1e9)),
     protocol.TENANT: _one_of("", "acme", "é" * 128),
     protocol.SESSION_ID: _one_of("", "s1", "s2", "é" * 128),
+    protocol.CACHE_SALT: _one_of("a", "b", "é" * 128),
     protocol.REQUEST_ID: text,
     protocol.SAMPLING_PARAMETERS: _sampling_parameters,
 }

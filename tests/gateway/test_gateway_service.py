@@ -30,6 +30,7 @@ from starlette.testclient import TestClient
 from waiting import DEADLINE_S, wait_for
 
 KEY_FILE = "chat:sk-chat\nops:2:sk-ops:-5\nslow:1:sk-slow:2\nsk-bare\n:sk-odd:1:2\n"
+OPERATOR_KEY = "sk-operator"
 # Tokens of a prompt, by which its job is found among others.
 OWN_LENGTH = 37
 LONG = 3000
@@ -47,9 +48,12 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guarded(
     endpoints: Endpoints, key_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    log_path = tmp_path_factory.mktemp("guarded") / "gateway.log"
+    folder = tmp_path_factory.mktemp("guarded")
+    operator_file = folder / "operator_keys"
+    operator_file.write_text(OPERATOR_KEY, encoding="utf-8")
     url = f"grpc://{endpoints.grpc_url}"
-    with running_gateway(url, log_path, "--api-keys-file", str(key_file)) as running:
+    flags = ["--api-keys-file", str(key_file), "--operator-keys-file", str(operator_file)]
+    with running_gateway(url, folder / "gateway.log", *flags) as running:
         yield running
 
 
@@ -149,7 +153,7 @@ async def test_the_key_says_who_the_tenant_is(
 
 def test_requests_are_counted_by_tenant(guarded: RunningGateway) -> None:
     def counted() -> dict[str, float]:
-        lines = guarded.get("/metrics", key="sk-bare").text.splitlines()
+        lines = guarded.get("/metrics", key=OPERATOR_KEY).text.splitlines()
         name = "fastserve_gateway_tenant_requests_total"
         pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(name))
         return {labels.removeprefix(name): float(number) for labels, number in pairs}
@@ -259,6 +263,8 @@ def test_an_objective_that_is_no_time(alone: TestClient, name: str, value: str) 
         ({"tenant": 5}, "tenant"),
         ({"tenant": "a" * 129}, "tenant"),
         ({"session_id": "a" * 129}, "session_id"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "a" * 129}, "cache_salt"),
     ],
 )
 def test_fields_that_are_wrong(alone: TestClient, fields: dict[str, Any], param: str) -> None:

@@ -304,10 +304,10 @@ def test_stop_cancels_the_job_on_the_server(
     assert all("/v1/chat/completions" in line and "400" in line for line in page.errors())
 
 
-def guarded_by(directory: Path) -> list[str]:
+def guarded_by(directory: Path, line: str = "sk-live") -> list[str]:
     """Flags of a gateway that accepts the key ``sk-live``."""
     keys = directory / "keys"
-    keys.write_text("sk-live\n", encoding="utf-8")
+    keys.write_text(f"{line}\n", encoding="utf-8")
     return ["--api-keys-file", str(keys)]
 
 
@@ -331,6 +331,21 @@ def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path:
         page.until_live()
         stored = page.driver.execute_script("return [localStorage.length, document.cookie]")
         assert stored == [0, ""]
+        page.driver.get("about:blank")
+
+
+def test_a_tenant_sees_its_jobs_and_no_rates(
+    page: Page, endpoints: Endpoints, tmp_path: Path
+) -> None:
+    flags = guarded_by(tmp_path, "chat:sk-live")
+    with running_gateway(endpoints.grpc_url, tmp_path / "gateway.log", *flags) as guarded:
+        page.open(guarded)
+        page.until(lambda: page.text("status") == "an API key is needed")
+        page.errors()
+        page.find("key").send_keys("sk-live" + Keys.ENTER)
+        page.until(lambda: page.text("running") == "0")
+        assert page.text("tokens-rate") == "–"
+        assert page.errors() == []
         page.driver.get("about:blank")
 
 

@@ -63,6 +63,18 @@ def test_sizes_and_sessions() -> None:
     assert len(sessions) == 3
 
 
+def test_requests_with_other_salts_have_nothing_in_common() -> None:
+    requests = [
+        routed_request([SYSTEM, QUESTION], {"session_id": "1", "cache_salt": salt})
+        for salt in (None, "a", "b")
+    ]
+    all_keys = [prefix.key for request in requests for prefix in request.prefixes]
+    assert len(set(all_keys)) == len(all_keys)
+    assert len({request.session for request in requests}) == 3
+    unsalted = routed_request([SYSTEM, QUESTION], {"session_id": "1"})
+    assert unsalted == requests[0]
+
+
 @pytest.mark.parametrize("prompt", ["\ud800", [1 << 40], [], ""])
 def test_what_its_server_will_refuse_is_no_error_here(prompt: Any) -> None:
     routed_request(prompt, {})

@@ -174,6 +174,7 @@ CASES = [
     tensor("tenant", b"\xff", "invalid UTF-8"),
     tensor("tenant", "x" * 129, "too long"),
     tensor("session_id", "x" * 129, "too long"),
+    tensor("cache_salt", "x" * 257, "too long"),
     in_object("priority", 2**40),
     in_object("priority", 0.5),
     in_object("priority", "high"),

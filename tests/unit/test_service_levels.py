@@ -25,6 +25,7 @@ def test_the_servers_objectives_are_those_of_requests_that_name_none() -> None:
     [
         ServiceLevel(-2, 1e6, 5e-324, "é" * 128),
         ServiceLevel(1, 1, 1, "an 'acme' \U0001f600"),
+        ServiceLevel(ttft_slo_s=1, cache_salt="é" * 256),
     ],
 )
 def test_values_at_the_limits(wanted: ServiceLevel) -> None:
@@ -57,6 +58,8 @@ _TENANTS = "must be text of at most 128 printable characters$"
         ({"tenant": None}, f"^tenant: got None; {_TENANTS}"),
         ({"session_id": "a" * 129}, f"^session_id: got 'aaa.*; {_TENANTS}"),
         ({"session_id": "a\nb"}, f"^session_id: got .*; {_TENANTS}"),
+        ({"cache_salt": "a" * 257}, "^cache_salt: got 'aaa.*; must be text of at most 256 print"),
+        ({"cache_salt": "\ud800"}, "^cache_salt: got .*; must be text of at most 256 printable"),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from jobs import make_job
@@ -76,6 +77,17 @@ def test_what_leaves_a_full_host_comes_back_from_the_disk() -> None:
     assert desk.kinds() == [(second.number, "swap_in")]
     assert desk.counters.session_hit_tokens == 40
     assert (desk.counters.disk_write_bytes, desk.counters.disk_read_bytes) == (300, 300)
+
+
+def test_a_turn_with_another_salt_reads_nothing_from_the_disk() -> None:
+    desk = Sessions()
+    first = desk.send_to_disk()
+    second = make_job(90, 0, max_tokens=8)
+    second.prompt_ids = first.prompt_ids + first.output_ids
+    second.service = replace(first.service, cache_salt="other")
+    desk.manager.on_arrival(second, desk.now)
+    assert (second.num_computed, set(desk.manager.not_ready)) == (0, set())
+    assert desk.tiers.disk.has(first.number)
 
 
 def test_nothing_is_written_while_the_host_has_room() -> None:

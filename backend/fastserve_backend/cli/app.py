@@ -233,6 +233,13 @@ def gateway(
             "where NAME is the tenant; requests must then have one of them."
         ),
     ] = None,
+    operator_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keys, one a line, that may read /metrics and /live of all tenants and ask for "
+            "no tokens; if keys have names, no other key may."
+        ),
+    ] = None,
     most_urgent_priority: Annotated[
         int | None,
         typer.Option(
@@ -240,6 +247,14 @@ def gateway(
             show_default="0 with keys, any without",
         ),
     ] = None,
+    share_kv: Annotated[
+        bool,
+        typer.Option(
+            "--share-kv",
+            help="Compute equal beginnings of prompts once for all tenants; usage then tells each "
+            "of them what others have sent.",
+        ),
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse unknown fields instead of ignoring them.")
     ] = False,
@@ -289,25 +304,30 @@ def gateway(
     settings = GatewaySettings(
         urls=url or [DEFAULT_URL],
         models=model or [MODEL_NAME],
-        keys=ApiKeys(_named_keys(api_keys_file), most_urgent_priority),
+        keys=ApiKeys(
+            _named_keys("api-keys-file", api_keys_file),
+            most_urgent_priority,
+            _named_keys("operator-keys-file", operator_keys_file),
+        ),
         strict=strict,
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
         max_stored_bytes=response_store_mib << 20,
         formats=FormatNames(tool_format, reasoning_format),
+        share_kv=share_kv,
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
 
 
-def _named_keys(path: Path | None) -> list[NamedKey]:
+def _named_keys(flag: str, path: Path | None) -> list[NamedKey]:
     """Raises ConfigError: the file cannot be used."""
     from fastserve_client.key_file import KeyFileError, read_key_file
 
     try:
         return [] if path is None else read_key_file(path)
     except KeyFileError as error:
-        raise ConfigError(f"api-keys-file: {error}") from None
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def _print_gateway(url: str) -> None:

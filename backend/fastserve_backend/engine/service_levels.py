@@ -11,6 +11,8 @@ from fastserve_backend.job import ServiceLevel
 
 # Names of tenants go to metrics and the live view. Ids of sessions are kept.
 MAX_NAME_CHARS = 128
+# A gateway puts the tenant's name before the salt of a request.
+MAX_SALT_CHARS = 256
 
 
 def resolve_service(wanted: ServiceLevel, config: EngineConfig) -> ServiceLevel:
@@ -25,6 +27,7 @@ def resolve_service(wanted: ServiceLevel, config: EngineConfig) -> ServiceLevel:
     _check_objective(protocol.TPOT_SLO_MS, wanted.tpot_slo_s)
     _check_name(protocol.TENANT, wanted.tenant)
     _check_name(protocol.SESSION_ID, wanted.session_id)
+    _check_name(protocol.CACHE_SALT, wanted.cache_salt, MAX_SALT_CHARS)
     scheduler = config.scheduler
     return wanted.with_default_objectives(scheduler.ttft_slo_ms, scheduler.tpot_slo_ms)
 
@@ -48,7 +51,7 @@ def _check_objective(field: str, seconds: object) -> None:
         raise InvalidRequestError(field, round(seconds * 1000, 9), allowed)
 
 
-def _check_name(field: str, name: object) -> None:
-    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not name.isprintable():
-        allowed = f"must be text of at most {MAX_NAME_CHARS} printable characters"
+def _check_name(field: str, name: object, max_chars: int = MAX_NAME_CHARS) -> None:
+    if not isinstance(name, str) or len(name) > max_chars or not name.isprintable():
+        allowed = f"must be text of at most {max_chars} printable characters"
         raise InvalidRequestError(field, name, allowed)

@@ -1,7 +1,8 @@
 """KV that a job need not compute, because other jobs began with the same tokens.
 
 The keys and values of a full block depend only on the block's tokens and on all tokens before it.
-So equal prefixes have equal KV, and a job gets it in one of two ways:
+So equal prefixes have equal KV, and a job gets it from others with its ``cache_salt``, in one of
+two ways:
 
 * Earlier jobs: a free block keeps its content until it is used again. A job that begins alike takes
   such blocks over.
@@ -31,10 +32,13 @@ from fastserve_backend.kv_cache.costs import SwapCosts
 _KEY_BYTES = 32
 # Jobs that are longer than the model's rotary_switch have other keys and values.
 _LONG = b"long"
+# Apart from the hashes of blocks: else a salt that is the text of tokens would be their key.
+_OF_SALTS = b"cache_salt"
 
 
 class PrefixKeys:
-    """A key for each full block of a job: a hash of the block's tokens and all tokens before it.
+    """A key for each full block of a job: a hash of the block's tokens and all tokens before it,
+    behind the job's ``cache_salt``. So jobs with other salts have no key in common.
 
     Keys are computed on demand and kept until the job is forgotten. There are none where prefix
     caching is off. The hash is cryptographic: whoever found two prefixes with one key would get an
@@ -87,10 +91,18 @@ class PrefixKeys:
         keys = self._keys.setdefault(job.number, [])
         for block in range(num_blocks):
             if block == len(keys):
-                before = keys[-1] if keys else _LONG if job.number in self._long else b""
+                before = keys[-1] if keys else self._root(job)
                 tokens = _tokens(job, block * self.block_size, self.block_size)
                 keys.append(blake2b(before + tokens.tobytes(), digest_size=_KEY_BYTES).digest())
             yield keys[block]
+
+    def _root(self, job: Job) -> bytes:
+        """What comes before the first tokens of the job: the same for jobs that may share KV."""
+        kind = _LONG if job.number in self._long else b""
+        salt = job.service.cache_salt.encode()
+        if not salt:
+            return kind
+        return kind + blake2b(salt, digest_size=_KEY_BYTES, person=_OF_SALTS).digest()
 
 
 def _tokens(job: Job, start: int, count: int) -> array[int]:

@@ -30,16 +30,19 @@ _SHORTEST_TTL_S, _LONGEST_TTL_S = 5.0, 600.0
 
 
 class SessionKey(NamedTuple):
-    """Names a session. The same id of another tenant is another session."""
+    """Names a session. The same id of another tenant, or with another salt, is another session."""
 
     tenant: str
     session_id: str
+    cache_salt: str
 
     @classmethod
     def of(cls, job: Job) -> SessionKey | None:
         """None: the job belongs to no session."""
         service = job.service
-        return cls(service.tenant, service.session_id) if service.session_id else None
+        if not service.session_id:
+            return None
+        return cls(service.tenant, service.session_id, service.cache_salt)
 
 
 class TurnTimes(Protocol):

@@ -141,6 +141,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
             tpot_slo_s=values.get(protocol.TPOT_SLO_MS, to_seconds),
             tenant=values.get(protocol.TENANT, to_text) or "",
             session_id=values.get(protocol.SESSION_ID, to_text) or "",
+            cache_salt=values.get(protocol.CACHE_SALT, to_text) or "",
         ),
         return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
         return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),

@@ -24,17 +24,23 @@ _MAX_HASHED_BYTES = 1 << 18
 def routed_request(prompt: Prompt, options: RequestOptions) -> RoutedRequest:
     """Describes a job. A wrong prompt is described somehow: its server refuses it."""
     parts = list(_parts(prompt, options))
-    prefixes = prompt_prefixes(_beginning(parts))
+    salt = options.get("cache_salt") or ""
+    prefixes = prompt_prefixes(_beginning(parts), salt)
     asked = _question_end(prompt, parts) if _is_conversation(prompt) else None
     conversation = next((prefix.key for prefix in prefixes if prefix.end == asked), None)
-    session_id = options.get("session_id")
-    session = None if session_id is None else f"{options.get('tenant') or ''}/{session_id}"
     return RoutedRequest(
         prompt_tokens=sum(map(len, parts)) // _BYTES_A_TOKEN,
         prefixes=prefixes,
         conversation=conversation,
-        session=session,
+        session=_session(options, salt),
     )
+
+
+def _session(options: RequestOptions, salt: str) -> str | None:
+    session_id = options.get("session_id")
+    if session_id is None:
+        return None
+    return "/".join((options.get("tenant") or "", session_id, *([salt] if salt else ())))
 
 
 def _parts(prompt: Prompt, options: RequestOptions) -> Iterator[bytes]:

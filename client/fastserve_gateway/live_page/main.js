@@ -53,23 +53,26 @@ function take(state) {
 function draw() {
   const state = latest;
   latest = null;
-  const rate = rates.add(state.time_s, state.totals);
+  if (state.totals) drawRates(rates.add(state.time_s, state.totals)); // a tenant gets none
   queues.show(state);
   memory.show(state);
-  for (const chart of charts) chart.draw();
   text("policy", state.policy_description);
   text("running", state.running);
   text("waiting", state.waiting - state.swapped);
   text("swapped", state.swapped);
+  if (latestMs - described > DESCRIBE_MS) {
+    described = latestMs;
+    queues.describe(state);
+  }
+}
+
+function drawRates(rate) {
+  for (const chart of charts) chart.draw();
   text("tokens-rate", number(rate.generation_tokens));
   text("iterations-rate", number(rate.iterations));
   text("preemptions-rate", number(rate.preemptions));
   text("swap-out", perSecond(rate.swap_out_bytes));
   text("swap-in", perSecond(rate.swap_in_bytes));
-  if (latestMs - described > DESCRIBE_MS) {
-    described = latestMs;
-    queues.describe(state);
-  }
 }
 
 function text(id, value) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Final, NamedTuple
 
 CHUNK_BYTES: Final = 512
@@ -20,16 +20,18 @@ class Prefix(NamedTuple):
     """Its length in bytes."""
 
 
-def prompt_prefixes(parts: Iterable[bytes]) -> tuple[Prefix, ...]:
+def prompt_prefixes(parts: Iterable[bytes], salt: str = "") -> tuple[Prefix, ...]:
     """The beginnings of a prompt, the shortest first: one after each ``CHUNK_BYTES`` of a part, and
     one after each part.
 
     Args:
         parts: the prompt in pieces, such as messages. A longer prompt shares the beginnings of a
             shorter one if its first parts are the same.
+        salt: prompts with other salts share no KV, and so no keys. Valid Unicode.
     """
     prefixes = []
-    state, end = blake2b(digest_size=8), 0
+    key = sha256(salt.encode()).digest() if salt else b""
+    state, end = blake2b(digest_size=8, key=key), 0
     for part in parts:
         for begin in range(0, len(part), CHUNK_BYTES):
             chunk = part[begin : begin + CHUNK_BYTES]

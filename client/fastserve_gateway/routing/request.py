@@ -19,7 +19,7 @@ class RoutedRequest:
     """Key of the prefix that ends with a chat's first question, the same in all of its turns; None:
     unknown."""
     session: str | None = None
-    """Names the tenant and its session; None: it belongs to none."""
+    """Names the tenant, its session and their salt; None: it belongs to none."""
 
 
 @dataclass(frozen=True, slots=True)

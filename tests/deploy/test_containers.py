@@ -92,7 +92,10 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningContaine
     _install_tritonserver(server)
     stage = dockerfile_stage("triton")
     container = Container(
-        command=stage.command,
+        command=[
+            *stage.command,
+            "--allow-old-triton",
+        ],  # nvidia-pytriton's is older than the image's
         user=stage.user,
         environment=container_environment("triton", server / "bin"),
         read_only=sources() | {server: str(server), engine: "/etc/fastserve/engine.yaml"},

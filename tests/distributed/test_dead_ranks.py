@@ -133,7 +133,7 @@ def test_streams_outlive_a_killed_or_stopped_rank(
         assert "; restarting the ranks" in caplog.text
 
 
-def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_replaced(
+def test_idle_ranks_cost_nothing_do_not_listen_and_one_that_dies_is_replaced(
     small_opt: Path,
     tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,8 +148,7 @@ def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_r
 
     with ParallelLLM(small_opt, tokenizer, 2, 1) as llm:
         ranks = ranks_of(llm.executors[0])
-        addresses = {address for address, _ in listening([psutil.Process(), *ranks])}
-        assert addresses <= {"127.0.0.1", "::1"}
+        assert not listening(ranks)
         llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
         before = [sum(rank.cpu_times()[:2]) for rank in ranks]
         monkeypatch.setattr(RankProcesses, "on_message", count)

@@ -24,8 +24,11 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import process
 from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.errors import LaunchError
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.runtime import RuntimeDirectory
+from fastserve_backend.system.restart_limit import RestartPauses
 from fastserve_client import protocol
 from launched import (
     SERVE,
@@ -130,8 +133,11 @@ def test_runtime_directory_is_private_and_locked(server: TritonServer) -> None:
     os.close(descriptor)
 
 
-def test_everything_that_dies_is_restarted_a_few_times(
-    tiny_config: EngineConfig, tmp_path: Path
+def test_everything_that_dies_is_restarted_however_often(
+    tiny_config: EngineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with leaving_nothing() as started:
         server = start_server(tiny_config, tmp_path / "server.log")
@@ -154,12 +160,27 @@ def test_everything_that_dies_is_restarted_a_few_times(
             kill(server.pid)
             wait_for(lambda: is_serving(server, 3), RESTART_TIMEOUT_S)
 
-            # Too many deaths.
+            # Nor do many deaths and starts that fail end it.
+            await_ready, failing = ServerProcess.await_ready, iter(range(3))
+
+            def ready_at_last(process: ServerProcess, *arguments: object) -> None:
+                if next(failing, None) is not None:
+                    raise LaunchError("the start failed")
+                await_ready(process, *arguments)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(ServerProcess, "await_ready", ready_at_last)
             kill(server.pid)
-            assert server.wait() == 1
-            assert "given up" in (server.failure or "")
-        finally:
+            wait_for(lambda: is_serving(server, 4), RESTART_TIMEOUT_S)
+            assert "ended with code -9; restarting the server in 2 s" in caplog.text
+            assert "the start failed; restarting the server in 4 s" in caplog.text
+
+            # It need not be running to be stopped.
+            monkeypatch.setattr(RestartPauses, "take_pause", lambda *_: 7200.0)
+            kill(server.pid)
+            wait_for(lambda: "restarting the server in 7200 s" in caplog.text)
             server.stop()
+            assert (server.wait(), server.restarts) == (0, 4)
+        finally:
             server.stop()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.serving.errors import LaunchError, PortInUseError
+from fastserve_backend.serving.errors import LaunchError, OldTritonError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient
 from serving_client import ANSWER_TIMEOUT_S
@@ -60,11 +60,14 @@ def test_busy_port_is_named_before_anything_starts(purpose: str, tiny_config: En
             TritonServer(tiny_config, **ports).start()
 
 
-def test_listening_for_others_is_warned_about(
+def test_an_old_server_listens_for_others_only_if_told_to(
     tiny_config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with pytest.raises(OldTritonError, match=r"^host: got 0\.0\.0\.0 with tritonserver 24\.10"):
+        TritonServer(tiny_config, host="0.0.0.0").start()
     with socket.create_server(("127.0.0.1", 0)) as other:
-        server = TritonServer(tiny_config, host="0.0.0.0", http_port=other.getsockname()[1])
+        port = other.getsockname()[1]
+        server = TritonServer(tiny_config, host="0.0.0.0", http_port=port, allow_old_triton=True)
         with pytest.raises(PortInUseError):
             server.start()
     assert "without any authentication" in caplog.text

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.errors import LaunchError
+from fastserve_backend.serving.errors import LaunchError, OldTritonError
 from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.process import ServerProcess
+from fastserve_backend.serving.public_host import check_public_host
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
 FORWARDED = "--grpc-header-forward-pattern=^(triton_grpc_error|traceparent|tracestate)$"
@@ -72,3 +73,36 @@ def test_only_the_names_of_flags_count_as_offered(tmp_path: Path) -> None:
 def test_a_server_that_cannot_be_run_says_which(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=f"cannot run {tmp_path}/tritonserver: "):
         TritonInstallation(tmp_path / "tritonserver").offered_flags()
+
+
+@pytest.mark.parametrize(
+    ("offered", "container", "old"),
+    [
+        ([], None, "before 25.06"),
+        ([], "24.10", "24.10"),
+        (["http-max-input-size"], "25.06", "25.06"),
+        (["http-max-input-size"], "25.07", None),
+        (["http-max-input-size"], "26.10", None),
+        (["http-max-input-size"], None, None),  # which of them cannot be known
+    ],
+)
+def test_others_do_not_reach_a_server_that_they_can_crash(
+    offered: list[str],
+    container: str | None,
+    old: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("NVIDIA_TRITON_SERVER_VERSION", raising=False)
+    if container is not None:
+        monkeypatch.setenv("NVIDIA_TRITON_SERVER_VERSION", container)
+    installation = TritonInstallation(write_server(tmp_path / "tritonserver", offered))
+    check_public_host("127.0.0.1", installation, allow_old_triton=False)
+    assert not caplog.text
+    if old is not None:
+        message = f"host: got 0.0.0.0 with tritonserver {old}, .*25.07 or later.*--allow-old-triton"
+        with pytest.raises(OldTritonError, match=message):
+            check_public_host("0.0.0.0", installation, allow_old_triton=False)
+    check_public_host("0.0.0.0", installation, allow_old_triton=old is not None)
+    assert "without any authentication" in caplog.text

@@ -27,7 +27,7 @@ from fastserve_backend.rank_protocol.messages import (
     StepResult,
 )
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.system.restart_limit import RestartLimiter
+from fastserve_backend.system.restart_limit import RestartLimiter, RestartPauses
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import known_profile
@@ -66,6 +66,18 @@ def test_the_time_of_starts_does_not_count() -> None:
         limiter.leave_out(600.0)
     assert limiter.take_restart(1830.0) is None
     assert limiter.take_restart(2400.0) == 3  # without the starts 600 s have passed since the first
+
+
+def test_pauses_between_restarts_grow_and_end_when_it_lives() -> None:
+    pauses = RestartPauses()
+    now, taken = 0.0, []
+    for _ in range(40):  # it dies as soon as it has started, which takes 100 s
+        taken.append(pauses.take_pause(now))
+        now += taken[-1] + 100.0
+        pauses.leave_out(100.0)
+    assert taken[:9] == [0.0, 0.0, 0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
+    assert set(taken[9:]) == {60.0}
+    assert pauses.take_pause(now + 700.0) == 0.0
 
 
 @given(st.lists(st.floats(0, 1000), max_size=40))

@@ -363,6 +363,13 @@ def serve(
         ),
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    allow_old_triton: Annotated[
+        bool,
+        typer.Option(
+            "--allow-old-triton",
+            help="Listen beyond loopback although clients can crash a tritonserver before 25.07.",
+        ),
+    ] = False,
     http_port: Annotated[int, typer.Option(help="Triton HTTP.")] = DEFAULT_HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(help="Triton gRPC.")] = DEFAULT_GRPC_PORT,
     metrics_port: Annotated[int, typer.Option(help="Prometheus metrics.")] = DEFAULT_METRICS_PORT,
@@ -389,6 +396,7 @@ def serve(
         metrics_port=metrics_port,
         model_repository=model_repository,
         model_control=model_control,
+        allow_old_triton=allow_old_triton,
     )
 
     def on_ready() -> None:

@@ -14,5 +14,9 @@ class PortInUseError(LaunchError):
     """Another process listens on a port that the server needs; the message names its flag."""
 
 
+class OldTritonError(LaunchError):
+    """Others would reach a tritonserver that any client can crash."""
+
+
 class ModelLoadError(LaunchError):
     """The server runs, but the model failed to load or to answer. Another start would not help."""

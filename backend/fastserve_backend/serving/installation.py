@@ -21,6 +21,12 @@ _PACKAGES = ("fastserve_backend", "fastserve_client", "fastserve_kernels")
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 
 _HELP_TIMEOUT_S = 30.0
+# NVIDIA's containers have their release in this variable, such as 25.07.
+_RELEASE_VARIABLE = "NVIDIA_TRITON_SERVER_VERSION"
+_RELEASE = re.compile(r"(\d\d)\.(\d\d)")
+_FIRST_MENDED = (25, 7)
+_BUNDLED_RELEASE = "24.10"
+"""Of the server in nvidia-pytriton, as long as its flags are no newer ones."""
 _FLAG = re.compile(r"^  --([a-z0-9-]+)", re.MULTILINE)
 
 
@@ -82,6 +88,22 @@ class TritonInstallation:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"cannot run {self.binary}: {error}") from None
         return frozenset(_FLAG.findall((answer.stdout + answer.stderr).decode(errors="replace")))
+
+    def old_release(self) -> str | None:
+        """The server's release if it is older than 25.07, whose HTTP port no client can crash with
+        many chunks any more. Else None.
+
+        A server that is not from NVIDIA's container shows its age by its flags alone. They are the
+        same in 25.06 and 25.07, so there 25.06 counts as 25.07.
+
+        Raises LaunchError: the server cannot be run.
+        """
+        named = None if self.bundle is not None else os.environ.get(_RELEASE_VARIABLE)
+        if "http-max-input-size" not in self.offered_flags():  # since 25.06
+            return _BUNDLED_RELEASE if self.bundle is not None else named or "before 25.06"
+        match = _RELEASE.match(named or "")
+        is_old = match is not None and tuple(map(int, match.groups())) < _FIRST_MENDED
+        return named if is_old else None
 
     def prepare_backends(self, directory: Path) -> list[str]:
         """Copy the python backend to ``directory``, and return the server's flags for it.

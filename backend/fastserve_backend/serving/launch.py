@@ -32,14 +32,15 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.config_sections import START_TIMEOUT_S as ENGINE_START_TIMEOUT_S
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.errors import LaunchError, ModelLoadError
+from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
 from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.process import ServerProcess
+from fastserve_backend.serving.public_host import check_public_host
 from fastserve_backend.serving.repository import ENGINE_FILE, write_model
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 from fastserve_backend.serving.served_models import divide_machine
 from fastserve_backend.system.interpreter import child_environment
-from fastserve_backend.system.restart_limit import RestartLimiter
+from fastserve_backend.system.restart_limit import RestartPauses
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,10 @@ class TritonServer:
     """A tritonserver that serves one or several models; a context manager that starts and stops it.
 
     When the server or a stub dies, or an engine breaks, the whole server is restarted: only this
-    ends the streams of clients whose stub is gone. After three restarts in ten minutes, or when an
-    engine has used up its own restarts, the server is given up: it is ended, so that it does not
-    claim to be ready, and ``wait`` returns 1.
+    ends the streams of clients whose stub is gone. After three restarts in ten minutes the next
+    ones come after growing pauses. When an engine has used up its own restarts, or a model cannot
+    be loaded any more, the server is given up: it is ended, so that it does not claim to be ready,
+    and ``wait`` returns 1.
 
     Port 0 is any free port; ``endpoints`` has its number after ``start``. Restarts keep it.
 
@@ -83,6 +85,8 @@ class TritonServer:
         model_repository: Triton models that are served beside these, such as ensembles.
         model_control: Clients that send the key in ``runtime.admin_key_file`` may load and unload
             models. A restarted server loads the models that were loaded.
+        allow_old_triton: ``host`` may be an address that others reach although they can crash a
+            tritonserver of this age.
 
     Raises:
         ConfigError: the models ask for more than the machine.
@@ -99,6 +103,7 @@ class TritonServer:
         log_path: Path | None = None,
         model_repository: Path | None = None,
         model_control: bool = False,
+        allow_old_triton: bool = False,
     ) -> None:
         if isinstance(models, EngineConfig):
             models = {MODEL_NAME: models}
@@ -107,6 +112,7 @@ class TritonServer:
         self._backend_flags: list[str] = []
         self._model_repository = model_repository
         self._model_control = model_control
+        self._allow_old_triton = allow_old_triton
         self._wanted = Endpoints(host, http_port, grpc_port, metrics_port)
         self._log_path = log_path
         self._endpoints: Endpoints | None = None
@@ -163,6 +169,7 @@ class TritonServer:
             ConfigError: ``tenants_file`` cannot be used.
             ModelError: there is no such model, or it cannot be fetched or read.
             PortInUseError: another process has one of the ports.
+            OldTritonError: others reach ``host`` and can crash this tritonserver.
             ModelLoadError: a model refused its configuration or checkpoint, or generates nothing
                 with it.
             LaunchError: ``model_control`` with a host that others reach; ``model_repository`` is no
@@ -170,9 +177,9 @@ class TritonServer:
                 files, or it did not become ready within ``timeout_s``.
         """
         self._check_options()
-        self._warn_if_public()
         self._timeout_s = timeout_s
         installation = TritonInstallation.find()
+        check_public_host(self._wanted.host, installation, self._allow_old_triton)
         with self._wanted.claim():
             pass  # a busy port shows before a long download
         if any(config.model.device != "cuda" for config in self._models.values()):
@@ -322,23 +329,49 @@ class TritonServer:
     def _keep_running(self) -> None:
         """Returns when a stop was asked for and the server has drained. Raises LaunchError: the
         server is given up."""
-        limiter = RestartLimiter()
+        pauses = RestartPauses()
         while (trouble := self._watch()) is not None:
             if trouble.is_final:
                 raise LaunchError(trouble.reason)
-            if limiter.take_restart(time.monotonic()) is None:
-                raise LaunchError(f"{trouble.reason}; given up after {limiter.describe()}")
-            logger.error("%s; restarting the server", trouble.reason)
             if self._model_control:
                 assert self._server is not None
                 self._to_load = sorted(self._server.stubs.models)
-            self._retire(kill=trouble.kill)
-            began_s = time.monotonic()
-            self._launch(self.endpoints)
-            limiter.leave_out(time.monotonic() - began_s)
-            self.restarts += 1
+            if not self._restart(trouble, pauses):
+                return
         assert self._server is not None
         self._server.drain(lambda: self._hurrying)
+
+    def _restart(self, trouble: _Trouble, pauses: RestartPauses) -> bool:
+        """Replace the server; tries again if a start fails, unless the next would fail alike.
+
+        Returns:
+            False: a stop was asked for meanwhile, and there is no server.
+
+        Raises:
+            ModelLoadError, PortInUseError: as ``start``.
+        """
+        while True:
+            pause_s = pauses.take_pause(time.monotonic())
+            when = f" in {pause_s:.0f} s" if pause_s else ""
+            logger.error("%s; restarting the server%s", trouble.reason, when)
+            self._retire(kill=trouble.kill)
+            wait_readable(pause_s, self._wake_receiver.fileno())
+            if self._stopping:
+                return False
+            began_s = time.monotonic()
+            try:
+                self._launch(self.endpoints)
+            except (ModelLoadError, PortInUseError):
+                raise
+            except LaunchError as error:
+                if self._stopping:
+                    return False
+                trouble = _Trouble(str(error), kill=False)
+            else:
+                self.restarts += 1
+                return True
+            finally:
+                pauses.leave_out(time.monotonic() - began_s)
 
     def _watch(self) -> _Trouble | None:
         """Wait until the server is in trouble; None: a stop was asked for."""
@@ -387,15 +420,6 @@ class TritonServer:
                 raise LaunchError(
                     f"model-repository: {more} has a model {name}, too; give the other a --name"
                 )
-
-    def _warn_if_public(self) -> None:
-        host = self._wanted.host
-        if not is_loopback(host):
-            logger.warning(
-                "listening on %s without any authentication: whoever reaches these ports can use "
-                "the server; put a gateway with API keys in front of it",
-                host,
-            )
 
 
 def _fetched(config: EngineConfig) -> EngineConfig:

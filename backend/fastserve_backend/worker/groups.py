@@ -16,6 +16,7 @@ from torch.distributed.elastic.utils.store import barrier
 from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.model_part import ALONE, TensorGroup
+from fastserve_backend.worker.private_gloo import private_gloo
 
 # The engine watches every rank and ends all when one is dead or stopped. So a rank may wait for its
 # peers however long they compute. This timeout only ends a wait that the engine has forgotten.
@@ -76,8 +77,13 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
     # There GPUs only find each other: data goes over NVLink, PCIe or shared memory.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    backend = "nccl"
+    if device.type != "cuda":
+        backend = "private_gloo"
+        connect = private_gloo(is_one_host=rendezvous is not None)
+        dist.Backend.register_backend(backend, connect, devices=["cpu"])
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         store=store,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -111,6 +117,8 @@ def make_tensor_group(place: RankPlace) -> TensorGroup:
     size = place.tensor_size
     if size == 1:
         return ALONE
+    if place.num_stages == 1:
+        return TensorGroup(place.tensor_rank, size)  # all ranks: they are connected already
     groups = [
         dist.new_group(list(range(stage * size, (stage + 1) * size)), timeout=COLLECTIVE_TIMEOUT)
         for stage in range(place.num_stages)

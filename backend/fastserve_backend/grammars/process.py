@@ -180,6 +180,11 @@ class GrammarLoop:
         try:
             for token_id in array("i", begin.output_ids):
                 job.accept(token_id)
+        except GrammarError as error:  # tokens that the client gave
+            reason = f"it does not allow token {job.num_tokens + 1} of the output so far: {error}"
+            self._engine.send(GrammarRefused(job.number, reason))
+            return
+        try:
             mask = job.mask()
         except GrammarError as error:
             self._engine.send(JobFailed(job.number, str(error)))

@@ -144,6 +144,10 @@ class Job:
     sink: OutputSink | None = None
     seed: int = 0
     """``params.seed``, or a random number if that is None."""
+    num_earlier: int = 0
+    """Output tokens that its client has already, from a server that was lost. They are the last of
+    ``prompt_ids``: they are computed, charged and counted like a prompt. ``params`` are those of
+    the rest of the answer."""
     predicted_tokens: int | None = None
     """Predicted number of output tokens; None if there is no prediction (yet)."""
     session_s: float = 0.0
@@ -199,6 +203,16 @@ class Job:
             self.prompt_logprobs = PromptLogprobs(self.prompt_ids, self.params.prompt_logprobs)
 
     @property
+    def earlier_ids(self) -> array[int]:
+        """The ``num_earlier`` tokens."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_earlier :]
+
+    @property
+    def answer_ids(self) -> array[int]:
+        """All output tokens: earlier ones, and its own but for pending ones."""
+        return self.earlier_ids + self.output_ids if self.num_earlier else self.output_ids
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens, including pending ones."""
         return len(self.output_ids) + self.num_pending
@@ -247,11 +261,13 @@ class Job:
     def ended_by_itself(self) -> bool:
         """Whether its number of output tokens is typical of its prompt.
 
-        It was neither cancelled nor cut off by ``max_tokens``. With ``ignore_eos``, ``max_tokens``
-        is the length that a load test forces on the job, and counts as typical.
+        It was neither cancelled nor cut off by ``max_tokens``, and did not begin in the middle of
+        its answer. With ``ignore_eos``, ``max_tokens`` is the length that a load test forces on the
+        job, and counts as typical.
         """
-        return self.finish_reason is FinishReason.STOP or (
-            self.finish_reason is FinishReason.LENGTH and self.params.ignore_eos
+        return self.num_earlier == 0 and (
+            self.finish_reason is FinishReason.STOP
+            or (self.finish_reason is FinishReason.LENGTH and self.params.ignore_eos)
         )
 
     def reason_to_end(self, eos_token_ids: Collection[int]) -> FinishReason | None:
@@ -303,6 +319,7 @@ class Job:
         return self.prompt_ids[self.num_ready :] + self.output_ids
 
     def stats(self) -> JobStats:
+        num_input_tokens = len(self.prompt_ids) - self.num_earlier
         return JobStats(
             arrival_s=self.arrival_s,
             first_scheduled_s=self.first_scheduled_s,
@@ -312,8 +329,8 @@ class Job:
             num_swaps=self.num_swaps,
             swap_stall_s=self.swap_stall_s,
             queue_level=self.queue_level,
-            num_input_tokens=len(self.prompt_ids),
-            num_cached_tokens=self.num_cached_tokens,
+            num_input_tokens=num_input_tokens,
+            num_cached_tokens=min(self.num_cached_tokens, num_input_tokens),
             num_output_tokens=len(self.output_ids),
             cumulative_logprob=self.cumulative_logprob,
         )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RequestCancelled,
         RequestTimeout,
         ServerError,
+        ServerFailed,
         ServerOverloaded,
         ServerUnavailable,
     )
@@ -82,6 +83,7 @@ __all__ = [
     "RequestTimeout",
     "RequestCancelled",
     "ServerError",
+    "ServerFailed",
 ]
 
 _MODULES = {

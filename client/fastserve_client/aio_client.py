@@ -70,6 +70,7 @@ class AsyncFastServeClient:
         perf_metrics: bool = False,
         request_id: str = "",
         trace_context: Mapping[str, str] | None = None,
+        output_ids_so_far: Sequence[int] = (),
         **options: Unpack[RequestOptions],
     ) -> AsyncTokenStream:
         """Sends the request and returns an asynchronous iterator over its chunks.
@@ -85,6 +86,7 @@ class AsyncFastServeClient:
             perf_metrics=perf_metrics,
             request_id=request_id,
             trace_context=trace_context,
+            output_ids_so_far=output_ids_so_far,
         )
         return self._start(request, timeout_s)
 
@@ -96,6 +98,7 @@ class AsyncFastServeClient:
         perf_metrics: bool = False,
         request_id: str = "",
         trace_context: Mapping[str, str] | None = None,
+        output_ids_so_far: Sequence[int] = (),
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """Returns the whole completion. It has the arguments of ``stream``, and its errors.
@@ -110,6 +113,7 @@ class AsyncFastServeClient:
             perf_metrics=perf_metrics,
             request_id=request_id,
             trace_context=trace_context,
+            output_ids_so_far=output_ids_so_far,
         )
         async with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])

@@ -77,6 +77,7 @@ class FastServeClient:
         perf_metrics: bool = False,
         request_id: str = "",
         trace_context: Mapping[str, str] | None = None,
+        output_ids_so_far: Sequence[int] = (),
         **options: Unpack[RequestOptions],
     ) -> TokenStream:
         """Sends the request now and returns an iterator over its chunks.
@@ -89,6 +90,8 @@ class FastServeClient:
             request_id: appears in the server's logs; by default the server makes one up.
             trace_context: the headers ``traceparent`` and ``tracestate``, as OpenTelemetry's
                 ``inject`` writes them. The job's spans become part of that trace.
+            output_ids_so_far: the answer goes on after these tokens, which came from a server that
+                was lost. The chunks have the rest. Give the same prompt and options, and a seed.
             **options: see ``SamplingOptions`` and ``ServiceOptions``.
 
         Raises:
@@ -106,6 +109,7 @@ class FastServeClient:
                 perf_metrics=perf_metrics,
                 request_id=request_id,
                 trace_context=trace_context,
+                output_ids_so_far=output_ids_so_far,
             ),
             timeout_s,
         )
@@ -118,6 +122,7 @@ class FastServeClient:
         perf_metrics: bool = False,
         request_id: str = "",
         trace_context: Mapping[str, str] | None = None,
+        output_ids_so_far: Sequence[int] = (),
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """Returns the whole completion. It has the arguments of ``stream``, and its errors."""
@@ -129,6 +134,7 @@ class FastServeClient:
             perf_metrics=perf_metrics,
             request_id=request_id,
             trace_context=trace_context,
+            output_ids_so_far=output_ids_so_far,
         )
         with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks(chunks)

@@ -63,6 +63,10 @@ class ServerError(ClientError):
     """The server failed the job (``INTERNAL``), or its answer makes no sense."""
 
 
+class ServerFailed(ServerError):
+    """The server's engine failed, and all its jobs with it. Another server may take the request."""
+
+
 class WorkloadError(ClientError):
     """A workload, or the report about it, cannot be made as asked.
 
@@ -104,6 +108,7 @@ _UNAVAILABLE = re.compile(
     r"\b(try again later|shutting down|draining|not ready|not healthy)\b",
     re.IGNORECASE,
 )
+_FAILED = re.compile(r"^(the model's processes failed: |internal error in the engine; )")
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 
 
@@ -121,6 +126,8 @@ def error_from_message(message: str) -> ClientError:
         return ServerUnavailable(f"{line}; {remedy}")
     if _UNAVAILABLE.search(line):
         return ServerUnavailable(line)
+    if _FAILED.match(line):
+        return ServerFailed(line)
     if _CANCELLED.search(line):
         return RequestCancelled(line)
     return ServerError(line)

@@ -35,6 +35,9 @@ INPUT_IDS: Final = "input_ids"
 MESSAGES: Final = "messages"
 """A conversation for the model's chat template: a JSON list of objects with the strings ``role``
 (such as system, user, assistant, tool) and ``content``."""
+OUTPUT_IDS_SO_FAR: Final = "output_ids_so_far"
+"""Beside a prompt: the output that the client has already, from a server that was lost. The answer
+goes on after it, and the outputs are about the rest."""
 PROMPTS: Final = (TEXT_INPUT, INPUT_IDS, MESSAGES)
 """A request for tokens has exactly one of them."""
 WATCH_INTERVAL_MS: Final = "watch_interval_ms"
@@ -160,6 +163,7 @@ INPUTS: Final = (
     TensorSpec(TEXT_INPUT, "BYTES"),
     TensorSpec(INPUT_IDS, "INT32", variable_length=True),
     TensorSpec(MESSAGES, "BYTES"),
+    TensorSpec(OUTPUT_IDS_SO_FAR, "INT32", variable_length=True),
     TensorSpec(WATCH_INTERVAL_MS, "INT32"),
     TensorSpec(TASK, "BYTES"),
     TensorSpec(STREAM, "BOOL"),
@@ -262,7 +266,8 @@ PARAMETER_KEYS: Final = (
     *(
         spec.name
         for spec in INPUTS
-        if spec.name not in (*PROMPTS, WATCH_INTERVAL_MS, TASK, SAMPLING_PARAMETERS)
+        if spec.name
+        not in (*PROMPTS, OUTPUT_IDS_SO_FAR, WATCH_INTERVAL_MS, TASK, SAMPLING_PARAMETERS)
     ),
     STOP,
     LOGPROBS,

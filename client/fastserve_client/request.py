@@ -36,6 +36,7 @@ def build_request(
     perf_metrics: bool = False,
     request_id: str = "",
     trace_context: Mapping[str, str] | None = None,
+    output_ids_so_far: Sequence[int] = (),
 ) -> InferRequest:
     """The request for ``prompt`` with the given ``RequestOptions``.
 
@@ -60,6 +61,9 @@ def build_request(
     name, value = _prompt_input(prompt)
     parameters = encode_options(options, flags)
     inputs = {name: value, protocol.SAMPLING_PARAMETERS: parameters}
+    if len(output_ids_so_far) > 0:
+        field = protocol.OUTPUT_IDS_SO_FAR
+        inputs[field] = _checked_ids(output_ids_so_far, field)
     return InferRequest(model, inputs, request_id, _trace_headers(trace_context or {}))
 
 
@@ -157,7 +161,7 @@ def _encode_messages(messages: Sequence[Message]) -> str:
         ) from None
 
 
-def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
+def _checked_ids(token_ids: Sequence[Any], field: str = protocol.INPUT_IDS) -> tuple[int, ...]:
     # There may be millions, and an event loop waits. So no Python code runs for each valid one.
     if not any(map(_is_bool, set(map(type, token_ids)))):
         with suppress(TypeError):
@@ -166,8 +170,7 @@ def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
                 return checked
     wrong = next(one for one in token_ids if not _is_token_id(one))
     raise InvalidRequest(
-        f"{protocol.INPUT_IDS}: got {shown(wrong)}, which is no token id; must be integers that "
-        "fit 32 bits"
+        f"{field}: got {shown(wrong)}, which is no token id; must be integers that fit 32 bits"
     )
 
 

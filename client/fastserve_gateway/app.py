@@ -76,7 +76,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         clients = {
             str(Endpoint.parse(url)): AsyncFastServeClient(url, model=name) for url in settings.urls
         }
-        fleet = await stack.enter_async_context(Fleet(name, clients, fleet_metrics))
+        fleet = await stack.enter_async_context(
+            Fleet(name, clients, fleet_metrics, settings.max_moves)
+        )
         feeds = [LiveFeed(client) for client in clients.values()]
         return ServedModel(fleet, DescribedFormats(fleet, settings.formats), feeds)
 

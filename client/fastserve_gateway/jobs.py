@@ -14,7 +14,7 @@ from fastserve_client.options import Prompt, RequestOptions
 from fastserve_client.results import Chunk, Completion
 
 from fastserve_gateway.fleet.fleet import Fleet
-from fastserve_gateway.request_traces import trace_context
+from fastserve_gateway.request_traces import note_move, trace_context
 
 # The server refuses a bad job within this time.
 _REFUSAL_S = 0.2
@@ -89,7 +89,11 @@ async def stream_all(
 async def _complete(fleet: Fleet, job: CompletionJob) -> Completion:
     if job.on_chunk is None:
         return await fleet.generate(
-            job.prompt, request_id=job.request_id, trace_context=trace_context(), **job.options
+            job.prompt,
+            request_id=job.request_id,
+            trace_context=trace_context(),
+            on_moved=note_move,
+            **job.options,
         )
     chunks = []
     async with aclosing(_stream(fleet, job)) as stream:
@@ -101,7 +105,11 @@ async def _complete(fleet: Fleet, job: CompletionJob) -> Completion:
 
 def _stream(fleet: Fleet, job: CompletionJob) -> AsyncGenerator[Chunk]:
     return fleet.stream(
-        job.prompt, request_id=job.request_id, trace_context=trace_context(), **job.options
+        job.prompt,
+        request_id=job.request_id,
+        trace_context=trace_context(),
+        on_moved=note_move,
+        **job.options,
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class _Trace:
     """One request's part of a trace."""
 
+    span: Span
     context: dict[str, str]
     """The headers that make its jobs part of the trace."""
     model: str | None = None
@@ -47,6 +48,13 @@ def note_usage(usage: Usage) -> None:
         trace.usage = usage
 
 
+def note_move() -> None:
+    """Says that another server goes on with an answer of the current request."""
+    trace = _current.get()
+    if trace is not None:
+        trace.span.add_event("answer moved")
+
+
 def trace_context() -> dict[str, str] | None:
     """The headers that make a job part of the current request's trace; None: it has none."""
     trace = _current.get()
@@ -69,7 +77,7 @@ class RequestTraces:
         headers = Headers(scope=scope)
         context = {name: headers.getlist(name) for name in TRACE_HEADERS}
         span = self._tracer.start("POST", context)
-        trace = _Trace(headers_of(span))
+        trace = _Trace(span, headers_of(span))
         status = CLIENT_CLOSED_REQUEST
         is_whole = False
 

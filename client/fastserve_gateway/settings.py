@@ -26,6 +26,8 @@ class GatewaySettings:
     """The bytes of the bodies of all unanswered requests."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
+    max_moves: int
+    """How often an answer may lose its server and go on at another one."""
     max_stored_bytes: int
     """The bytes of all stored responses; 0 stores none."""
     formats: FormatNames = field(default_factory=FormatNames)

@@ -10,6 +10,7 @@ from fastserve_client.errors import (
     RequestCancelled,
     RequestTimeout,
     ServerError,
+    ServerFailed,
     ServerOverloaded,
     ServerUnavailable,
     error_from_http,
@@ -60,8 +61,9 @@ from fastserve_client.retry import RetryPolicy
         (
             "the model's processes failed: model.device: got 'cuda'; no CUDA device is usable "
             "here, use cpu or auto; given up after 3 restarts in 10 minutes",
-            ServerError,
+            ServerFailed,
         ),
+        ("internal error in the engine; see the server's log", ServerFailed),
         # The rest are Triton's.
         ("unexpected inference input 'bogus' for model 'fastserve'", InvalidRequest),
         (

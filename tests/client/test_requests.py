@@ -44,6 +44,14 @@ def test_token_ids_replace_the_text(ids: Any) -> None:
     assert _parameters(request)["stream"] is False
 
 
+def test_the_output_so_far_is_a_tensor_beside_the_prompt() -> None:
+    request = build_request("fastserve", "x", {}, stream=True, output_ids_so_far=[7, 8])
+    assert request.inputs.keys() == {"text_input", "sampling_parameters", "output_ids_so_far"}
+    assert request.inputs["output_ids_so_far"] == (7, 8)
+    with pytest.raises(InvalidRequest, match=r"^output_ids_so_far: got 4294967296, which is no"):
+        build_request("fastserve", "x", {}, stream=True, output_ids_so_far=[1 << 32])
+
+
 def test_messages_replace_the_text() -> None:
     messages = [{"role": "user", "content": "Grüße"}]
     request = build_request("fastserve", messages, {}, stream=False)

@@ -27,6 +27,7 @@ def settings(
         max_body_bytes=MAX_BODY_BYTES,
         max_held_bytes=max_held_bytes,
         max_jobs=8,
+        max_moves=3,
         max_stored_bytes=max_stored_bytes,
     )
 

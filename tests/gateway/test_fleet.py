@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import pytest
@@ -14,6 +15,7 @@ from fastserve_client.errors import (
     ConnectionFailed,
     InvalidRequest,
     ServerError,
+    ServerFailed,
     ServerOverloaded,
     ServerUnavailable,
 )
@@ -24,6 +26,7 @@ from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
 from prometheus_client import CollectorRegistry
 
 CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
+MAX_MOVES = 3
 FULL = ServerOverloaded("4 requests are queued already; try again later")
 AT_LIMIT = ServerOverloaded("the tenant 'b' has used its tokens; try again in 60 s")
 GONE = ConnectionFailed("gone")
@@ -32,18 +35,22 @@ NO_TRACE: dict[str, Any] = {"request_id": "", "trace_context": None}
 
 @dataclass
 class Server:
-    """A client whose server answers, or fails so many chunks later."""
+    """A client whose server answers, or fails so many chunks later. It fails with ``rest_error``
+    where it is to go on with an answer."""
 
     error: ClientError | None = None
     num_chunks: int = 0
+    rest_error: ClientError | None = None
     num_jobs: int = 0
+    num_read: int = 0
+    options: list[dict[str, Any]] = field(default_factory=list)
     read: list[Chunk] = field(default_factory=list)
     closed: bool = False
     hangs: bool = False
     model: str = "m"
 
     def watch(self, interval_s: float) -> Server:
-        return Server(hangs=True) if self.hangs else Server(FULL, len(CHUNKS))
+        return Server(hangs=True) if self.hangs else Server(FULL)
 
     async def is_ready(self, timeout_s: float) -> bool:
         return not self.hangs
@@ -53,7 +60,10 @@ class Server:
 
     def stream(self, prompt: str, **options: Any) -> Self:
         self.num_jobs += 1
-        self.read = list(CHUNKS)
+        self.num_read = 0
+        so_far = list(options.get("output_ids_so_far", ()))
+        self.options.append({**options, "output_ids_so_far": so_far})
+        self.read = CHUNKS[len(so_far) :]
         return self
 
     async def generate(self, prompt: str, **options: Any) -> Completion:
@@ -73,18 +83,32 @@ class Server:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self.hangs:
+        if self.hangs and self.num_read == self.num_chunks:
             await asyncio.Event().wait()
-        if self.error is not None and len(CHUNKS) - len(self.read) == self.num_chunks:
+        if self.rest_error is not None and self.options[-1]["output_ids_so_far"]:
+            raise self.rest_error
+        if self.error is not None and self.num_read == self.num_chunks:
             raise self.error
         if not self.read:
             raise StopAsyncIteration
+        self.num_read += 1
         return self.read.pop(0)
 
 
-def fleet_of(*servers: Server) -> Fleet:
+def fleet_of(*servers: Server, max_moves: int = MAX_MOVES) -> Fleet:
     clients: dict[str, Any] = {f"server {n}": server for n, server in enumerate(servers)}
-    return Fleet("m", clients, FleetMetrics(CollectorRegistry()))
+    return Fleet("m", clients, FleetMetrics(CollectorRegistry()), max_moves)
+
+
+def total(fleet: Fleet, name: str) -> float:
+    """A metric of all servers together."""
+    counter = getattr(fleet._metrics, name)
+    return sum(
+        sample.value
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    )
 
 
 async def text_of(fleet: Fleet, prompt: str = "Hello") -> str:
@@ -92,7 +116,7 @@ async def text_of(fleet: Fleet, prompt: str = "Hello") -> str:
         return "".join([chunk.text async for chunk in chunks])
 
 
-@pytest.mark.parametrize("error", [FULL, GONE, ServerUnavailable("the server is shutting down")])
+@pytest.mark.parametrize("error", [FULL, GONE, ServerFailed("rank 0 died")])
 async def test_what_is_refused_goes_to_the_next(error: ClientError) -> None:
     servers = [Server(error), Server(error), Server()]
     fleet = fleet_of(*servers)
@@ -110,11 +134,111 @@ async def test_other_errors_are_final(error: ClientError) -> None:
     assert sum(server.num_jobs for server in servers) == 1
 
 
-async def test_what_has_begun_is_not_begun_again() -> None:
+@pytest.mark.parametrize(
+    "error", [GONE, ServerUnavailable("the server is shutting down"), ServerFailed("rank 0 died")]
+)
+@pytest.mark.parametrize("options", [{}, {"seed": 7, "prompt_logprobs": 1, "logprobs": 0}])
+async def test_what_has_begun_goes_on_at_another_server(
+    error: ClientError, options: dict[str, Any]
+) -> None:
+    servers = [Server(error, num_chunks=1), Server(error, num_chunks=1)]
+    fleet, texts = fleet_of(*servers), []
+    async with aclosing(fleet.stream("Hello", **NO_TRACE, **options)) as chunks:
+        async for chunk in chunks:
+            texts.append(chunk.text)
+    assert texts == ["a", "b"]
+    begun, rest = sorted(
+        (server.options for server in servers), key=lambda one: len(one[0]["output_ids_so_far"])
+    )
+    assert len(begun) == len(rest) == 1
+    assert rest[0].pop("output_ids_so_far") == [1]
+    assert begun[0]["seed"] == rest[0]["seed"] == options.get("seed", rest[0]["seed"])
+    expected = {**begun[0]}
+    del expected["output_ids_so_far"]
+    expected.pop("prompt_logprobs", None)  # they came with the first chunk
+    assert rest[0] == expected
+    assert (await fleet.generate("Hello", **NO_TRACE)).token_ids == (1, 2)
+    assert (total(fleet, "moved"), total(fleet, "not_moved"), total(fleet, "retried")) == (2, 0, 0)
+
+
+async def test_with_no_moves_the_error_is_final() -> None:
     servers = [Server(GONE, num_chunks=1), Server(GONE, num_chunks=1)]
+    fleet = fleet_of(*servers, max_moves=0)
     with pytest.raises(ConnectionFailed):
-        await text_of(fleet_of(*servers))
+        await text_of(fleet)
     assert sum(server.num_jobs for server in servers) == 1
+    assert total(fleet, "not_moved") == 1
+
+
+async def test_an_answer_that_is_too_long_to_keep_does_not_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve_gateway.fleet.kept_answer._MAX_KEPT_TOKENS", 0)
+    with pytest.raises(ConnectionFailed):
+        await text_of(fleet_of(Server(GONE, num_chunks=1), Server(GONE, num_chunks=1)))
+
+
+async def test_an_error_after_the_end_does_not_matter() -> None:
+    assert await text_of(fleet_of(Server(GONE, num_chunks=2), Server(GONE, num_chunks=2))) == "ab"
+
+
+@pytest.mark.parametrize("refusal", [InvalidRequest("n: got 0"), ServerError("a bug")])
+async def test_a_server_that_refuses_the_rest_ends_the_answer_with_the_loss(
+    refusal: ClientError,
+) -> None:
+    """The request was fine, so the client must not hear that it is wrong."""
+    servers = [Server(GONE, num_chunks=1, rest_error=refusal) for _ in range(2)]
+    fleet = fleet_of(*servers)
+    with pytest.raises(ConnectionFailed):
+        await text_of(fleet)
+    assert total(fleet, "not_moved") == 1
+
+
+async def test_an_answer_waits_for_a_server_that_can_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve_gateway.fleet.fleet._MOVE_RETRY_S", 0.01)
+    servers = [Server(GONE, num_chunks=1, rest_error=FULL) for _ in range(2)]
+    fleet = fleet_of(*servers)
+    text = asyncio.create_task(text_of(fleet))
+    while min(server.num_jobs for server in servers) < 3:
+        await asyncio.sleep(0.01)
+    servers[0].rest_error = servers[0].error = None
+    assert await text == "ab"
+    assert (total(fleet, "moved"), total(fleet, "not_moved")) == (1, 0)
+
+
+async def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_gateway.fleet.fleet._MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("fastserve_gateway.fleet.kept_answer.MOVE_DEADLINE_S", 0.1)
+    fleet = fleet_of(*(Server(GONE, num_chunks=1, rest_error=FULL) for _ in range(2)))
+    with pytest.raises(ConnectionFailed):
+        await text_of(fleet)
+    assert (total(fleet, "moved"), total(fleet, "not_moved")) == (0, 1)
+
+
+async def test_log_probabilities_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [replace(chunk, cumulative_logprob=-1.5) for chunk in CHUNKS]
+    monkeypatch.setattr(f"{__name__}.CHUNKS", chunks)  # each server counts from its first token
+    fleet = fleet_of(Server(GONE, num_chunks=1), Server(GONE, num_chunks=1))
+    assert (await fleet.generate("Hello", **NO_TRACE)).cumulative_logprob == -3.0
+
+
+async def test_what_a_hanging_server_has_begun_goes_on_at_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 0.05)
+    hung = Server(hangs=True, num_chunks=1)
+    fleet = fleet_of(hung, Server())
+    for number in itertools.count():
+        text = asyncio.create_task(text_of(fleet, str(number)))
+        while not (text.done() or hung.num_read):
+            await asyncio.sleep(0)
+        if hung.num_read:
+            break
+    async with fleet:
+        assert await text == "ab"
+    assert total(fleet, "moved") == 1
 
 
 @pytest.mark.parametrize("errors", [[GONE, FULL], [FULL, GONE], [FULL]])
@@ -132,8 +256,9 @@ async def test_the_client_hears_of_the_server_that_may_take_it_first(
     assert refused.value is FULL
 
 
-async def test_a_job_that_kills_its_servers_does_not_kill_all() -> None:
-    servers = [Server(GONE) for _ in range(8)]
+@pytest.mark.parametrize("num_chunks", [0, 1])
+async def test_a_job_that_kills_its_servers_does_not_kill_all(num_chunks: int) -> None:
+    servers = [Server(GONE, num_chunks=num_chunks, rest_error=GONE) for _ in range(8)]
     with pytest.raises(ConnectionFailed):
         await text_of(fleet_of(*servers))
     assert sum(server.num_jobs for server in servers) == 4

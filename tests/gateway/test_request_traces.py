@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import pytest
 from fastserve_client.tracer import Tracer
 from fastserve_gateway.app import create_app
+from fastserve_gateway.request_traces import RequestTraces, note_move
 from lone_gateway import settings
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 from waiting import DEADLINE_S
 
 SECRET = "the prompt that nobody may read"
@@ -69,3 +72,17 @@ def test_a_refused_request_has_a_span_without_its_words(
     assert attributes.get("error.type") == (str(status) if status >= 500 else None)
     assert span.status.is_unset is (status < 500)
     assert SECRET not in span.to_json()
+
+
+def test_an_answer_that_moves_is_an_event_of_its_request() -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        note_move()
+        await PlainTextResponse("moved")(scope, receive, send)
+
+    exporter = InMemorySpanExporter()
+    tracer = Tracer("fastserve-gateway", exporter, "memory")
+    client = TestClient(RequestTraces(answer, tracer))
+    assert client.post("/v1/completions").text == "moved"
+    tracer.close()
+    (span,) = exporter.get_finished_spans()
+    assert [event.name for event in span.events] == ["answer moved", "response started"]

@@ -56,6 +56,22 @@ def test_token_ids_instead_of_text(client: FastServeClient) -> None:
     assert completion.num_output_tokens == 3
 
 
+def test_an_answer_goes_on_after_the_output_so_far(client: FastServeClient) -> None:
+    wanted = {"max_tokens": 24, "seed": 3, "ignore_eos": True, "presence_penalty": 0.5}
+    chunks = list(client.stream("Hello", **wanted))
+    whole = Completion.from_chunks(chunks)
+    for so_far in (chunks[:1], chunks[:9]):
+        begun = Completion.from_chunks(so_far)
+        given = list(begun.token_ids)
+        rest = client.generate("Hello", output_ids_so_far=given, **wanted)
+        assert begun.token_ids + rest.token_ids == whole.token_ids
+        assert begun.text + rest.text == whole.text
+        assert rest.num_input_tokens == whole.num_input_tokens
+        assert rest.finish_reason == "length"
+    with pytest.raises(InvalidRequest, match=r"^output_ids_so_far: got '24 tokens'; must be fewer"):
+        client.generate("Hello", output_ids_so_far=whole.token_ids, **wanted)
+
+
 def test_logprobs_and_perf_metrics(client: FastServeClient) -> None:
     before_ns = time.time_ns()
     completion = client.generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 
@@ -29,9 +30,15 @@ class DelayedMasks:
         self._due: dict[int, int] = {}
 
     def begin_job(
-        self, number: int, wanted: StructuredOutput, *, spells_specials: bool = False
+        self,
+        number: int,
+        wanted: StructuredOutput,
+        output_ids: array[int],
+        *,
+        spells_specials: bool = False,
     ) -> None:
         assert number not in self._hashes
+        assert not output_ids
         self._hashes[number] = zlib.crc32(wanted.text.encode())
         self._ask(number)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import queue
 import random
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,21 @@ class TestProcess:
         asker.client.end_job(0)
         asker.client.accept_tokens([(2, 4 + ord("c"))])
         assert asker.masks(1) == {2: set(EOS)}
+
+    def test_a_job_that_begins_with_output_does_not_hold_up_others(self, asker: Asker) -> None:
+        wanted = StructuredOutput(regex="a*b")
+        asker.client.begin_job(0, wanted)
+        asker.masks(1)  # the grammar is known from now on
+        a, b, x = (4 + ord(letter) for letter in "abx")
+        asker.client.begin_job(1, wanted, array("i", [a] * 50_000))
+        asker.client.begin_job(2, wanted, array("i", [a, x]))
+        refused = asker.answer()
+        assert isinstance(refused, GrammarRefused)
+        assert refused.number == 2
+        assert "does not allow token 2 of the output so far" in refused.reason
+        assert asker.masks(1) == {1: {a, b}}
+        asker.client.accept_tokens([(1, b)])
+        assert asker.masks(1) == {1: set(EOS)}
 
     def test_special_tokens_follow_a_grammar_where_they_have_text(self, asker: Asker) -> None:
         wanted = StructuredOutput(grammar='start: "[CALL]" "a" | "x"')

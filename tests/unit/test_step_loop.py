@@ -75,6 +75,20 @@ def test_a_prediction_that_comes_when_its_job_has_ended_came_too_late() -> None:
     assert not rig.loop.jobs.on_prediction(0, 5)
 
 
+def test_a_prediction_is_of_the_whole_answer() -> None:
+    rig = Rig(skip_join())
+    rest, over = make_job(0, 9, max_tokens=3), make_job(1, 9, max_tokens=3)
+    rest.num_earlier, over.num_earlier = 4, 6
+    for job in (rest, over):
+        rig.loop.jobs.add(job)
+        assert rig.loop.jobs.on_prediction(job.number, 5)
+    assert (rest.predicted_tokens, over.predicted_tokens) == (1, 1)
+    rig.loop.jobs.on_prediction(rest.number, 50)
+    assert rest.predicted_tokens == 46
+    rest.finish_reason = FinishReason.STOP
+    assert not rest.ended_by_itself  # nothing is to be learned from a part
+
+
 def test_an_end_of_sequence_token_ends_a_job_unless_it_is_ignored() -> None:
     rig = Rig(skip_join(), eos_token_ids=(5, 0))
     rig.run([make_job(0, 2, max_tokens=9)])

@@ -203,3 +203,35 @@ def test_streamed_text_equals_the_whole_text_cut_at_the_first_stop_word(
             return
     assert not stopped
     assert "".join(sent) == whole
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "<x>", "<y>", "é"]), min_size=1, max_size=24),
+    st.lists(st.sampled_from(["ab", "ba", "a<x>b", "<y>", "aab", "é<x>"]), max_size=3),
+    st.booleans(),
+    st.integers(0, 24),
+)
+def test_a_resumed_text_goes_on_where_the_lost_one_was(
+    pieces: list[str], stop: list[str], skips: bool, min_tokens: int
+) -> None:
+    def text_stream() -> TextStream:
+        return TextStream(Pieces(pieces), stop, skip_special_tokens=skips)
+
+    whole = text_stream()
+    for index in range(len(pieces)):
+        resumed = text_stream()
+        resumed.resume(range(index))
+        may_stop = index + 1 >= min_tokens
+        expected = whole.push(index, may_stop=may_stop)
+        assert resumed.push(index, may_stop=may_stop) == expected
+        if expected[1]:
+            return
+    assert resumed.finish() == whole.finish()
+
+
+def test_a_resumed_text_completes_a_character() -> None:
+    tokenizer = ByteTokenizer(300)
+    ids = tokenizer.encode("x" * 2000 + "é", special_tokens=False)
+    text = TextStream(tokenizer, ())
+    text.resume(ids[:-1])
+    assert text.push(ids[-1], may_stop=True) == ("é", False)

@@ -267,6 +267,13 @@ def gateway(
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
     ] = 128,
+    max_moves: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How often an answer may lose its server and go on at another one; 0: it ends.",
+        ),
+    ] = 3,
     response_store_mib: Annotated[
         int,
         typer.Option(
@@ -313,6 +320,7 @@ def gateway(
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
+        max_moves=max_moves,
         max_stored_bytes=response_store_mib << 20,
         formats=FormatNames(tool_format, reasoning_format),
         share_kv=share_kv,

@@ -95,9 +95,10 @@ class TextDelivery:
 
     def open_stream(self, job: Job) -> None:
         params = job.params
-        self._texts[job] = TextStream(
+        text = self._texts[job] = TextStream(
             self._tokenizer, params.stop, skip_special_tokens=params.skip_special_tokens
         )
+        text.resume(job.earlier_ids)
 
     def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         is_first = len(job.output_ids) == 1

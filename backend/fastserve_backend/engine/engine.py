@@ -17,6 +17,9 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
 from fastserve_backend.checkpoints.generation_defaults import load_generation_defaults
 from fastserve_backend.config import EngineConfig
@@ -216,6 +219,7 @@ class Engine:
         sink: OutputSink,
         *,
         service: ServiceLevel = DEFAULT_SERVICE,
+        earlier_ids: Sequence[int] | NDArray[np.int32] = (),
         prompt_text: str | None = None,
         trace: JobTrace | None = None,
     ) -> int:
@@ -224,34 +228,39 @@ class Engine:
         Args:
             params: the model's own defaults replace what they leave out.
             service: the server's objectives replace those that it leaves out.
+            earlier_ids: the answer goes on after this output, [n], which its client has from a
+                server that was lost. ``params`` are those of the whole answer.
             prompt_text: the user's words, from which the length of the answer is predicted if the
                 configuration asks for that; default: the text of ``prompt_ids``.
             trace: gets what happens to the job, if somebody traces it.
 
         Raises:
             InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long;
-                its tokens' rules leave no choice; or its service level is not allowed.
+                its tokens' rules leave no choice; its service level is not allowed; or the
+                answer cannot go on after ``earlier_ids``.
             OverloadedError, DrainingError: no job is accepted now, or a ``TenantLimitError``.
             EngineError: the engine is broken.
         """
         self.checks.validate(prompt_ids, params)
         rules = self.checks.token_rules(params)
+        earlier, params = self.checks.rest_of_answer(earlier_ids, params)
         service = resolve_service(service, self.config)
         job = Job(
             id=job_id,
             number=next(self._job_numbers),
-            prompt_ids=array("i", prompt_ids),
+            prompt_ids=array("i", [*prompt_ids, *earlier]),
             params=params.with_model_defaults(self._sampling_defaults),
             arrival_s=self.clock.now(),
             service=service,
             sink=sink,
             seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+            num_earlier=len(earlier),
             rules=rules,
             trace=trace,
         )
         predictions = self.predictions
         if predictions is not None:
-            prompt_text = predictions.text_of(job.prompt_ids, prompt_text)
+            prompt_text = predictions.text_of(prompt_ids, prompt_text)
         with self._admission.accept_job(job):
             self._inbox.put(job)
             # The answer reaches the inbox after the job. The end of the job waits for this block.

@@ -11,6 +11,7 @@ tokens are the mask of each of its tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
@@ -28,7 +29,12 @@ class MaskSource(Protocol):
     """Computes masks; ``grammars.client.GrammarClient`` describes the effects."""
 
     def begin_job(
-        self, number: int, wanted: StructuredOutput, *, spells_specials: bool
+        self,
+        number: int,
+        wanted: StructuredOutput,
+        output_ids: array[int],
+        *,
+        spells_specials: bool,
     ) -> None: ...
 
     def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None: ...
@@ -69,16 +75,18 @@ class MaskedJobs:
         """Seconds for which the next step should wait for masks."""
         return max(0.0, self._wait_until_s - now) if self._awaited else 0.0
 
-    def add(self, job: Job) -> None:
-        """A new job: its first mask is requested, or is that of its rules."""
+    def add(self, job: Job) -> NoNextToken | None:
+        """A new job: its first mask is requested, or is that of its rules. Returned is a job whose
+        rules allow no token after its earlier ones."""
         if job.params.structured_output is None:
             job.mask = None if job.rules is None else job.rules.allowed
-        else:
-            assert self._source is not None
-            self._jobs[job.number] = job
-            self._waiting.add(job.number)
-            wanted, skips = job.params.structured_output, job.params.skip_special_tokens
-            self._source.begin_job(job.number, wanted, spells_specials=not skips)
+            return _without_choice(job)
+        assert self._source is not None
+        self._jobs[job.number] = job
+        self._waiting.add(job.number)
+        wanted, skips = job.params.structured_output, job.params.skip_special_tokens
+        self._source.begin_job(job.number, wanted, job.answer_ids, spells_specials=not skips)
+        return None
 
     def on_token(self, job: Job) -> NoNextToken | None:
         """The job has a new token. If it needs another mask, ``request_masks`` follows. Returned is
@@ -114,7 +122,7 @@ class MaskedJobs:
 
     def _on_mask(self, mask: Mask) -> NoNextToken | None:
         job = self._jobs.get(mask.number)
-        if job is None or len(job.output_ids) != mask.num_tokens:
+        if job is None or job.num_earlier + len(job.output_ids) != mask.num_tokens:
             return None
         job.mask = mask.bits if job.rules is None else job.rules.narrow(mask.bits)
         self._waiting.discard(job.number)
@@ -135,7 +143,7 @@ def _without_choice(job: Job) -> NoNextToken | None:
     the job gets a ``refusal``."""
     if job.rules is None or job.mask is None or not job.needs_last_token:
         return None
-    if job.rules.leave_choice(job.mask, job.output_ids):
+    if job.rules.leave_choice(job.mask, job.answer_ids):
         return None
     params = job.params
     given = {
@@ -145,6 +153,6 @@ def _without_choice(job: Job) -> NoNextToken | None:
     }
     names = ", ".join(name for name, is_given in given.items() if is_given)
     job.refusal = InvalidRequestError(
-        names, f"{len(job.output_ids)} tokens", "together they allow no token after these"
+        names, f"{len(job.answer_ids)} tokens", "together they allow no token after these"
     )
     return NoNextToken(job, str(job.refusal))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from fastserve_client import protocol
 from numpy.typing import NDArray
 
 from fastserve_backend.checkpoints.chat_messages import check_messages
@@ -162,6 +163,30 @@ class RequestChecks:
         room = max(1, self.context_len - len(prompt_ids))
         return replace(params, max_tokens=min(params.max_tokens, room))
 
+    def rest_of_answer(
+        self, earlier_ids: Sequence[int] | NDArray[np.int32], params: SamplingParams
+    ) -> tuple[list[int], SamplingParams]:
+        """Checks the output that the client of a continued answer has already, [n]; returns it as
+        a list, and the ``params`` of the rest. ``validate`` first.
+
+        Raises:
+            InvalidRequestError: it has unknown tokens, is as long as the answer may be, or comes
+                with a request for log-probabilities of the prompt.
+        """
+        if len(earlier_ids) == 0:
+            return [], params
+        field, num_earlier = protocol.OUTPUT_IDS_SO_FAR, len(earlier_ids)
+        if num_earlier >= params.max_tokens:
+            allowed = f"must be fewer than max_tokens, which is {params.max_tokens}"
+            raise InvalidRequestError(field, f"{num_earlier} tokens", allowed)
+        if params.prompt_logprobs is not None:
+            allowed = f"must be left out with {field}; they came with the answer's beginning"
+            raise InvalidRequestError("prompt_logprobs", params.prompt_logprobs, allowed)
+        accepted = list(map(int, earlier_ids))
+        self._check_vocabulary(accepted, field)
+        most, least = params.max_tokens - num_earlier, max(0, params.min_tokens - num_earlier)
+        return accepted, replace(params, max_tokens=most, min_tokens=least)
+
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse a job that this model and its KV cache can never serve.
 
@@ -228,11 +253,11 @@ class RequestChecks:
             text = text[-(kept + _CUT_TOKENS) * self._tokenizer.max_token_bytes :]
         return self._tokenizer.encode(text, special_tokens=special_tokens)[-kept:]
 
-    def _check_vocabulary(self, ids: Sequence[int]) -> None:
+    def _check_vocabulary(self, ids: Sequence[int], field: str = protocol.INPUT_IDS) -> None:
         vocab_size = self._model_config.vocab_size
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(token for token in ids if not 0 <= token < vocab_size)
-            raise self._unknown_token("input_ids", bad)
+            raise self._unknown_token(field, bad)
 
     def _unknown_token(self, field: str, token_id: int) -> InvalidRequestError:
         last = self._model_config.vocab_size - 1

@@ -143,7 +143,9 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
         temperature=np.array([0 if p.greedy else p.temperature for p in params], "f4").tobytes(),
         top_k=np.array([max(0, p.top_k) for p in params], "i4").tobytes(),
         top_p=np.array([p.top_p for p in params], "f4").tobytes(),
-        uniform=np.array([uniform(job.seed, job.num_outputs) for job in jobs], "f8").tobytes(),
+        uniform=np.array(
+            [uniform(job.seed, job.num_earlier + job.num_outputs) for job in jobs], "f8"
+        ).tobytes(),
         no_eos=np.array([_must_not_end(job) for job in jobs], "?").tobytes(),
         num_logprobs=np.array(
             [-1 if p.logprobs is None else p.logprobs for p in params], "i4"
@@ -154,8 +156,8 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
                 repetition=p.repetition_penalty,
                 presence=p.presence_penalty,
                 frequency=p.frequency_penalty,
-                prompt_ids=job.prompt_ids.tobytes() if p.repetition_penalty != 1.0 else b"",
-                output_ids=job.output_ids.tobytes(),
+                prompt_ids=_penalized_prompt(job),
+                output_ids=job.answer_ids.tobytes(),
                 is_pending=job.num_pending > 0,
             )
             for row, (job, p) in enumerate(zip(jobs, params, strict=True))
@@ -176,6 +178,12 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
         if any(p.min_p for p in params)
         else b"",
     )
+
+
+def _penalized_prompt(job: Job) -> bytes:
+    if job.params.repetition_penalty == 1.0:
+        return b""
+    return job.prompt_ids[: len(job.prompt_ids) - job.num_earlier].tobytes()
 
 
 def _is_plain_greedy(job: Job) -> bool:
@@ -201,7 +209,7 @@ def _biases(job: Job) -> Mapping[int, float]:
     biases = params.logit_bias or {}
     banned: Collection[int] = ()
     if job.rules is not None:
-        banned = job.rules.banned_after(job.output_ids)
+        banned = job.rules.banned_after(job.answer_ids)
     if params.stop_token_ids and job.num_outputs < params.min_tokens:
         banned = {*banned, *params.stop_token_ids}
     if not banned:
@@ -210,10 +218,10 @@ def _biases(job: Job) -> Mapping[int, float]:
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) for token ``index`` of a job: SplitMix64 (Steele et al. 2014) of both.
+    """A number in [0, 1) for token ``index`` of an answer: SplitMix64 (Steele et al. 2014) of both.
 
     It depends on seed and index alone. So a job's tokens do not depend on the other jobs of its
-    batch, and a job that is recomputed draws the same numbers again.
+    batch, and a job that is recomputed, or continued elsewhere, draws the same numbers.
     """
     # The seed is scrambled first. Otherwise neighbouring seeds draw shifted copies of one sequence.
     return (_mix(_mix(seed) + index * 0x9E3779B97F4A7C15) >> 11) / 2**53

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastserve_backend.checkpoints.tokenizer import Tokenizer
+from fastserve_backend.sampling_params import MAX_STOP_WORD_CHARS
+
+# Text is held back for the longest stop word at most, and a character has at most four tokens.
+_RESUMED_TOKENS = 4 * MAX_STOP_WORD_CHARS
 
 
 class TextStream:
@@ -37,6 +41,16 @@ class TextStream:
         # would be found inside one, such as ">" in "</s>".
         spelled = [word for word in stop_words if any(one in word for one in self._named)]
         self._spelled = _Search(spelled) if spelled else None
+        self._searches = [one for one in (self._plain, self._spelled) if one is not None]
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """The text goes on behind these tokens. The client has their text, but for what was held
+        back. None of them completes a stop word that counts."""
+        for token_id in token_ids[-_RESUMED_TOKENS:]:
+            self._append(token_id, self._tokens.step(token_id), is_end=False)
+        if self._searches:
+            length = max(search.find(may_stop=False)[1] for search in self._searches)
+            self._held = self._held[len(self._held) - length :]
 
     def push(self, token_id: int, *, may_stop: bool, is_end: bool = False) -> tuple[str, bool]:
         """The text that this token releases, and whether it completes a stop word.
@@ -49,20 +63,26 @@ class TextStream:
         piece = "" if is_end else self._tokens.step(token_id)
         if self._plain is None:
             return piece, False
-        self._held += piece
-        text = self._tokenizer.decode([token_id]) if is_end else piece
-        matches = [self._plain.add(text, is_seen=not is_end, may_stop=may_stop)]
-        if self._spelled is not None:
-            special = self._tokenizer.specials.get(token_id, "")
-            is_hidden = special in self._named and (is_end or self._skips_specials)
-            text = special if is_hidden else text
-            is_seen = not (is_end or is_hidden)
-            matches.append(self._spelled.add(text, is_seen=is_seen, may_stop=may_stop))
+        self._append(token_id, piece, is_end=is_end)
+        matches = [search.find(may_stop=may_stop) for search in self._searches]
         stops = any(is_whole for is_whole, _ in matches)
         length = max(length for is_whole, length in matches if is_whole == stops)
         released = self._held[: len(self._held) - length]
         self._held = "" if stops else self._held[len(self._held) - length :]
         return released, stops
+
+    def _append(self, token_id: int, piece: str, *, is_end: bool) -> None:
+        """Hold back the token's text, and let the searches have it."""
+        if self._plain is None:
+            return
+        self._held += piece
+        text = self._tokenizer.decode([token_id]) if is_end else piece
+        self._plain.append(text, is_seen=not is_end)
+        if self._spelled is not None:
+            special = self._tokenizer.specials.get(token_id, "")
+            is_hidden = special in self._named and (is_end or self._skips_specials)
+            text = special if is_hidden else text
+            self._spelled.append(text, is_seen=not (is_end or is_hidden))
 
     def finish(self) -> str:
         """The text held back so far, if the job ends for another reason than a stop word."""
@@ -81,14 +101,14 @@ class _Search:
         self._seen = ""
         """For each character of ``_text``: "1" if the client would see it, else "0"."""
 
-    def add(self, text: str, *, is_seen: bool, may_stop: bool) -> tuple[bool, int]:
-        """Append text.
-
-        Returns whether a stop word is complete, and the number of visible characters since its
-        beginning. If none is complete: since the earliest place where one may have begun.
-        """
+    def append(self, text: str, *, is_seen: bool) -> None:
         self._text += text
         self._seen += ("1" if is_seen else "0") * len(text)
+
+    def find(self, *, may_stop: bool) -> tuple[bool, int]:
+        """Whether a stop word is complete, and the number of visible characters since its
+        beginning. If none is complete: since the earliest place where one may have begun.
+        """
         found: list[int] = []
         if may_stop:
             found = [at for word in self._words if (at := self._text.find(word)) >= 0]

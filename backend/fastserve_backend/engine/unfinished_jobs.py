@@ -96,15 +96,17 @@ class UnfinishedJobs:
         self.kv.on_arrival(job, self._clock.now())
         self._policy.add(job, self._clock.at(job.arrival_s))
         self._counters.on_job_added(job)
-        self._masked.add(job)
-        self._fail_if_too_long(job)  # it may have been admitted before the ranks were replaced
+        if (failed := self._masked.add(job)) is not None:
+            self.fail(failed.job, failed.error)
+        else:  # it may have been admitted before the ranks were replaced
+            self._fail_if_too_long(job)
 
     def on_prediction(self, number: int, num_tokens: int) -> bool:
-        """The job is predicted to have ``num_tokens`` output tokens. False if it has ended."""
+        """Its answer is predicted to have ``num_tokens`` tokens. False if the job has ended."""
         job = self._jobs.get(number)
         if job is None:
             return False
-        job.predicted_tokens = num_tokens
+        job.predicted_tokens = max(1, num_tokens - job.num_earlier)
         self._policy.on_predicted(job)
         return True
 

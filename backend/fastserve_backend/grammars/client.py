@@ -77,15 +77,22 @@ class GrammarClient(HelperProcess[FromGrammars]):
         self._has_vocabulary = False  # the process: it takes jobs
 
     def begin_job(
-        self, number: int, wanted: StructuredOutput, *, spells_specials: bool = False
+        self,
+        number: int,
+        wanted: StructuredOutput,
+        output_ids: array[int] | None = None,
+        *,
+        spells_specials: bool = False,
     ) -> None:
-        """Ask for the first token's mask of a new job.
+        """Ask for the mask of a new job's next token.
 
         Args:
+            output_ids: the output that it has already; None: none.
             spells_specials: the job's special tokens have text, so that the grammar may allow them.
         """
         with self.lock:
-            self._jobs[number] = _Job(wanted, spells_specials, asked_s=time.monotonic())
+            job = _Job(wanted, spells_specials, array("i", output_ids or ()), time.monotonic())
+            self._jobs[number] = job
             self._unsent.append(number)
             self._send_unsent()
             self.start()

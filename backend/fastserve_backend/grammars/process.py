@@ -34,6 +34,10 @@ _MAX_CHECKS = 2
 # hundreds of properties take a tenth of it. Very ambiguous grammars would take ten times as much
 # before they exceed other limits.
 _MOST_MASK_S = 0.05
+# A job may begin with output, which takes microseconds a token. Other jobs wait for a slice of it
+# at most, and the whole may take so much processor time.
+_RESUME_SLICE_S = 0.002
+_MOST_RESUME_S = 10.0
 # How long a mask that is ready waits for others, to be sent with them.
 _MASKS_TOGETHER_S = 0.001
 
@@ -49,12 +53,29 @@ class _Job:
     number: int
     compiler: Compiler
     matcher: LLMatcher
+    output_ids: array[int]
+    """The output with which it begins."""
     num_tokens: int = 0
+    resume_s: float = 0.0
+    """Processor time for those of ``output_ids`` that are accepted."""
 
     def accept(self, token_id: int) -> None:
         """Raises GrammarError."""
         accept(self.matcher, token_id)
         self.num_tokens += 1
+
+    def resume(self) -> bool:
+        """Accept a slice of ``output_ids``; returns whether it is the last. Raises GrammarError."""
+        started_s = time.thread_time()
+        for token_id in self.output_ids[self.num_tokens :]:
+            self.accept(token_id)
+            slice_s = time.thread_time() - started_s
+            if slice_s > _RESUME_SLICE_S:
+                self.resume_s += slice_s
+                break
+        if self.resume_s > _MOST_RESUME_S:
+            raise GrammarError("it takes too long to check; make the grammar less ambiguous")
+        return self.num_tokens == len(self.output_ids)
 
     def mask(self) -> Mask:
         """Raises GrammarError."""
@@ -86,6 +107,8 @@ class GrammarLoop:
         self._compilers: dict[bool, Compiler] = {}
         """By whether special tokens have text. They are made when a job needs them."""
         self._jobs: dict[int, _Job] = {}
+        self._resuming: deque[_Job] = deque()
+        """Jobs that have not accepted all output with which they begin."""
         self._known: OrderedDict[_Grammar, LLMatcher | str] = OrderedDict()
         """Grammars used last: the matcher to copy, or the reason why there is none."""
         self._waiting: dict[_Grammar, list[BeginJob]] = {}
@@ -100,13 +123,15 @@ class GrammarLoop:
             poller.register(self._engine, self._engine.events)
             for check in self._checks:
                 poller.register(check, select.POLLIN)
-            ready = {fileno for fileno, _ in poller.poll()}
+            ready = {fileno for fileno, _ in poller.poll(0 if self._resuming else None)}
             if self._engine.fileno() in ready:
                 self._engine.flush()
                 for message in self._engine.receive():
                     self._take(message)
             for fileno in ready & self._checks.keys():
                 self._end_check(fileno)
+            if self._resuming:
+                self._resume(self._resuming.popleft())
 
     def _take(self, message: ToGrammars) -> None:
         if isinstance(message, AcceptTokens):
@@ -115,6 +140,7 @@ class GrammarLoop:
             self._begin(message)
         elif isinstance(message, EndJob):
             self._jobs.pop(message.number, None)
+            self._resuming = deque(job for job in self._resuming if job.number != message.number)
             for begins in self._waiting.values():
                 begins[:] = [begin for begin in begins if begin.number != message.number]
         else:
@@ -176,10 +202,18 @@ class GrammarLoop:
             self._engine.send(GrammarRefused(begin.number, known))
             return
         compiler = self._compiler(spells_specials=begin.spells_specials)
-        job = _Job(begin.number, compiler, known.deep_copy())
+        self._resume(_Job(begin.number, compiler, known.deep_copy(), array("i", begin.output_ids)))
+
+    def _resume(self, job: _Job) -> None:
         try:
-            for token_id in array("i", begin.output_ids):
-                job.accept(token_id)
+            if not job.resume():
+                self._resuming.append(job)
+                return
+        except GrammarError as error:  # the client gave these tokens
+            reason = f"it does not allow token {job.num_tokens + 1} of the output so far: {error}"
+            self._engine.send(GrammarRefused(job.number, reason))
+            return
+        try:
             mask = job.mask()
         except GrammarError as error:
             self._engine.send(JobFailed(job.number, str(error)))

@@ -55,6 +55,7 @@ _TASK_FIELDS: dict[str, tuple[str, ...]] = {
     protocol.DETOKENIZE: (protocol.INPUT_IDS,),
 }
 _ANY_TASKS_FIELDS = (protocol.TASK, protocol.SAMPLING_PARAMETERS, protocol.REQUEST_ID)
+_NO_TOKENS = np.empty(0, np.int32)
 _TASK_KEYS = (*protocol.PARAMETER_KEYS, protocol.RETURN_TOKEN_STRS)
 
 
@@ -80,6 +81,8 @@ class GenerateRequest:
     """``params.max_tokens`` may be lowered to what fits."""
     truncate_prompt_tokens: int | None
     """See ``RequestChecks.kept_tokens``."""
+    output_ids_so_far: NDArray[np.int32]
+    """[n]: the answer goes on after these tokens; n is 0 for a new answer."""
     service: ServiceLevel
     return_finish_reason: bool
     return_num_input_tokens: bool
@@ -135,6 +138,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         ),
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
         truncate_prompt_tokens=values.get(protocol.TRUNCATE_PROMPT_TOKENS, to_int),
+        output_ids_so_far=tensors.get(protocol.OUTPUT_IDS_SO_FAR, _NO_TOKENS).reshape(-1),
         service=ServiceLevel(
             priority=values.get(protocol.PRIORITY, to_int) or 0,
             ttft_slo_s=values.get(protocol.TTFT_SLO_MS, to_seconds),

@@ -205,6 +205,7 @@ class ServedModel:
             params,
             stream.push,
             service=wanted.service,
+            earlier_ids=wanted.output_ids_so_far,
             prompt_text=users_words,
             trace=None if spans is None else spans.trace,
         )

@@ -13,18 +13,25 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from fastserve_client.aio_client import AsyncFastServeClient
+from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
 from fastserve_client.cancelling import cancel_all
-from fastserve_client.errors import ServerOverloaded, ServerUnavailable
+from fastserve_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    ServerFailed,
+    ServerOverloaded,
+    ServerUnavailable,
+)
 from fastserve_client.results import Chunk, Completion, Tokenization
 
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
+from fastserve_gateway.fleet.kept_answer import KeptAnswer
 from fastserve_gateway.fleet.routed_request import routed_request
 from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
 from fastserve_gateway.routing.request import RoutedRequest, ServerChoice
@@ -42,6 +49,10 @@ ResultT = TypeVar("ResultT")
 # A job is sent to no more servers. It may be what kills them; and where all are full, each of them
 # would have to refuse it.
 _MAX_TRIES = 4
+# Errors of a server that say nothing against the job.
+_UNABLE = (ServerUnavailable, ServerFailed)
+# While no server can go on with an answer, they are tried again after so long.
+_MOVE_RETRY_S = 0.5
 # In this order servers are asked what any of them can answer.
 _ASK_ORDER = (ServerHealth.UP, ServerHealth.UNKNOWN, ServerHealth.SILENT, ServerHealth.DOWN)
 
@@ -49,19 +60,25 @@ _ASK_ORDER = (ServerHealth.UP, ServerHealth.UNKNOWN, ServerHealth.SILENT, Server
 class Fleet:
     """Has the methods of a client that the gateway needs. Belongs to one event loop.
 
-    What a server refuses, or loses before the first token, goes to another one. After the first
-    token the error is final, so no text comes twice. A single server gets everything, and is not
-    watched.
+    What a server refuses, or loses before the first token, goes to another one. If it is lost after
+    the first token, another one goes on with the answer: it gets the output so far beside the
+    prompt, and no text comes twice. A single server gets everything, and is not watched.
 
     Args:
         clients: of the model's servers, by URL. The fleet closes them.
+        max_moves: how often an answer may lose its server and go on.
     """
 
     def __init__(
-        self, model: str, clients: Mapping[str, AsyncFastServeClient], metrics: FleetMetrics
+        self,
+        model: str,
+        clients: Mapping[str, AsyncFastServeClient],
+        metrics: FleetMetrics,
+        max_moves: int,
     ) -> None:
         self._model = model
         self._metrics = metrics
+        self._max_moves = max_moves if len(clients) > 1 else 0
         self._router = Router(list(clients))
         self._servers = [
             WatchedServer(
@@ -87,24 +104,34 @@ class Fleet:
         *,
         request_id: str,
         trace_context: Mapping[str, str] | None,
+        on_moved: Callable[[], None] = lambda: None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Chunk]:
-        """Yields the chunks of a job. Closing the generator cancels the job. Raises ClientError."""
-        request = self._request(prompt, options)
-        refusals: dict[int, ServerUnavailable] = {}
-        while True:
-            with self._attempt(request, refusals) as attempt:
+        """Yields the chunks of a job. Closing the generator cancels the job. Raises ClientError.
+
+        Args:
+            on_moved: called when another server goes on with the answer.
+        """
+        job = self._job(prompt, options)
+        answer = job.answer
+        while not answer.is_whole:
+            with self._attempt(job, await self._find_server(job)) as attempt:
                 async with attempt.server.client.stream(
-                    prompt, request_id=request_id, trace_context=trace_context, **options
+                    prompt,
+                    request_id=request_id,
+                    trace_context=trace_context,
+                    output_ids_so_far=answer.token_ids,
+                    **answer.options(),
                 ) as chunks:
-                    async with attempt.server.unless_lost():
-                        first = await anext(chunks, None)
-                    if first is not None:
-                        attempt.has_begun = True
-                        self._on_first_token(attempt)
-                        yield first
-                    async for chunk in chunks:
-                        yield chunk
+                    while (chunk := await _next_of(chunks, attempt, answer)) is not None:
+                        if not attempt.has_begun:
+                            attempt.has_begun = True
+                            self._on_first_token(attempt)
+                            if answer.loss is not None:
+                                self._metrics.moved.labels(self._model, answer.loss.server).inc()
+                                answer.on_resumed()
+                                on_moved()
+                        yield answer.add(chunk)
                 return
 
     async def generate(
@@ -113,13 +140,24 @@ class Fleet:
         *,
         request_id: str,
         trace_context: Mapping[str, str] | None,
+        on_moved: Callable[[], None] = lambda: None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """The whole completion. Raises ClientError."""
-        request = self._request(prompt, options)
-        refusals: dict[int, ServerUnavailable] = {}
+        """The whole completion. It has the arguments of ``stream``. Raises ClientError."""
+        if self._max_moves:
+            async with aclosing(
+                self.stream(
+                    prompt,
+                    request_id=request_id,
+                    trace_context=trace_context,
+                    on_moved=on_moved,
+                    **options,
+                )
+            ) as chunks:
+                return Completion.from_chunks([chunk async for chunk in chunks])
+        job = self._job(prompt, options)
         while True:
-            with self._attempt(request, refusals) as attempt:
+            with self._attempt(job, await self._find_server(job)) as attempt:
                 async with attempt.server.unless_lost():
                     answer = await attempt.server.client.generate(
                         prompt, request_id=request_id, trace_context=trace_context, **options
@@ -179,36 +217,74 @@ class Fleet:
     ) -> None:
         await self.close()
 
-    def _request(self, prompt: Prompt, options: RequestOptions) -> RoutedRequest:
-        return routed_request(prompt, options) if self._chooses else RoutedRequest(0)
+    def _job(self, prompt: Prompt, options: RequestOptions) -> _Job:
+        request = routed_request(prompt, options) if self._chooses else RoutedRequest(0)
+        return _Job(request, KeptAnswer(options, self._max_moves))
 
     @contextmanager
-    def _attempt(
-        self, request: RoutedRequest, refusals: dict[int, ServerUnavailable]
-    ) -> Iterator[_Attempt]:
-        """Sends a job to one server. If that one does not take it, notes this in ``refusals``.
+    def _attempt(self, job: _Job, choice: ServerChoice) -> Iterator[_Attempt]:
+        """Sends a job to one server. If that one does not take it, or is lost, notes this in the
+        job.
 
-        Raises ServerUnavailable: the job has begun, or no server is left.
+        Raises ClientError: the job has ended.
         """
-        choice = self._choose(request, refusals)
         server, metrics = self._servers[choice.server], self._metrics
         metrics.sent.labels(self._model, server.name).inc()
-        if refusals:
-            refused = self._servers[next(reversed(refusals))]
+        if job.refusals and job.answer.loss is None:
+            refused = self._servers[next(reversed(job.refusals))]
             metrics.retried.labels(self._model, refused.name).inc()
         attempt = _Attempt(server, choice, time.monotonic())
         try:
             yield attempt
-        except ServerUnavailable as error:
-            if attempt.has_begun:
-                raise
-            refusals[choice.server] = error.with_traceback(None)  # which refers to the prompt
+        except ClientError as error:
+            self._on_error(job, attempt, error)
         finally:
             self._router.on_end(choice)
 
-    def _choose(
-        self, request: RoutedRequest, refusals: Mapping[int, ServerUnavailable]
-    ) -> ServerChoice:
+    def _on_error(self, job: _Job, attempt: _Attempt, error: ClientError) -> None:
+        """A server ended a job with an error. Returns if another one may take it.
+
+        Raises ClientError: the job ends with it.
+        """
+        answer, loss = job.answer, job.answer.loss
+        if answer.is_whole:  # so it does not matter
+            return
+        # A job may be what kills its servers, also before it has a new token.
+        is_death = isinstance(error, ConnectionFailed | ServerFailed)
+        is_lost = attempt.has_begun or (loss is not None and is_death)
+        if isinstance(error, _UNABLE) and (answer.may_move or not is_lost):
+            error = error.with_traceback(None)  # which refers to the prompt
+            if is_lost:
+                answer.on_lost(attempt.server.name, error, time.monotonic())
+                job.refusals.clear()
+            job.refusals[attempt.choice.server] = error
+            return
+        if loss is not None:
+            self._metrics.not_moved.labels(self._model, loss.server).inc()
+            raise loss.error
+        if is_lost and isinstance(error, _UNABLE):
+            self._metrics.not_moved.labels(self._model, attempt.server.name).inc()
+        raise error
+
+    async def _find_server(self, job: _Job) -> ServerChoice:
+        """The server that gets the job next. If its answer has begun, waits for one.
+
+        Raises ClientError: there is none.
+        """
+        while True:
+            try:
+                return self._choose(job.request, job.refusals)
+            except ClientError:
+                loss = job.answer.loss
+                if loss is None:
+                    raise
+                if time.monotonic() >= loss.deadline_s:
+                    self._metrics.not_moved.labels(self._model, loss.server).inc()
+                    raise loss.error from None
+            await asyncio.sleep(_MOVE_RETRY_S)
+            job.refusals.clear()
+
+    def _choose(self, request: RoutedRequest, refusals: Mapping[int, ClientError]) -> ServerChoice:
         tried = refusals.keys()
         if len(tried) < _MAX_TRIES:
             for excluded in (tried | self._silent, tried):
@@ -261,6 +337,25 @@ class Fleet:
             self._router.on_up(number)
         elif server.health is ServerHealth.DOWN:
             self._router.on_down(number)
+
+
+async def _next_of(chunks: AsyncTokenStream, attempt: _Attempt, answer: KeptAnswer) -> Chunk | None:
+    """The next chunk; None: the answer has ended. Raises ClientError, also if the server hangs and
+    another one may go on."""
+    if attempt.has_begun and not answer.may_move:
+        return await anext(chunks, None)
+    async with attempt.server.unless_lost():
+        return await anext(chunks, None)
+
+
+@dataclass(slots=True)
+class _Job:
+    """What is known of a job while servers are tried."""
+
+    request: RoutedRequest
+    answer: KeptAnswer
+    refusals: dict[int, ClientError] = field(default_factory=dict)
+    """Errors of servers that are not tried now."""
 
 
 @dataclass(slots=True)

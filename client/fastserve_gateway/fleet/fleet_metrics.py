@@ -28,6 +28,18 @@ class FleetMetrics:
             labels,
             registry=registry,
         )
+        self.moved = Counter(
+            "fastserve_gateway_jobs_moved",
+            "Jobs that the server lost after their first token, and another one went on with.",
+            labels,
+            registry=registry,
+        )
+        self.not_moved = Counter(
+            "fastserve_gateway_moves_failed",
+            "Jobs that the server lost after their first token, and that ended with an error.",
+            labels,
+            registry=registry,
+        )
         self.expected_s = Summary(
             "fastserve_gateway_expected_first_token_seconds",
             "Expected time to the first token of streams; only with several servers.",

@@ -7,11 +7,20 @@ from itertools import islice
 from typing import Any
 
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 MAX_NAMES = 20
 """Unknown fields of one object that are named."""
 MAX_NAME_CHARS = 64
+MAX_FIELDS = 1024
+"""Of one object with declared fields. Each other field takes pydantic a microsecond."""
+
+
+def check_number_of_fields(value: Any) -> Any:
+    """Returns the value. Raises ValueError: it is an object of more than ``MAX_FIELDS``."""
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise ValueError(f"got {len(value)} fields; at most {MAX_FIELDS} are allowed")
+    return value
 
 
 def first_names(names: Iterable[str]) -> list[str]:
@@ -36,6 +45,11 @@ class StrictFields(BaseModel):
     """Strict: "5" is not 5. Undeclared fields are kept, so that they can be named."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: Any) -> Any:
+        return check_number_of_fields(value)
 
     def unknown_fields(self) -> list[str]:
         """Fields that nothing here reads, up to ``MAX_NAMES``. A field that is null does not count,

@@ -250,6 +250,19 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
             parse_body(body, ChatRequest)
 
 
+def test_an_object_with_declared_fields_has_no_thousands_of_them() -> None:
+    names = {str(number): 1 for number in range(2000)}
+    valid = VALID[ChatRequest]
+    for fields, param in (
+        (valid | names, None),
+        (valid | {"messages": [HI[0] | names]}, "messages.0"),
+        (valid | {"response_format": names}, "response_format"),
+    ):
+        with pytest.raises(ApiError, match=r"got 200\d fields; at most 1024 ") as refused:
+            parse_body(json.dumps(fields).encode(), ChatRequest)
+        assert refused.value.body["error"]["param"] == param
+
+
 def test_a_million_token_ids_are_taken() -> None:
     ids = [5] * (MAX_VALUES - 2)
     request = parse_body(json.dumps({"model": "m", "prompt": ids}).encode(), CompletionRequest)
@@ -304,7 +317,10 @@ ADVERSARIAL = {
     "shorter paths": ("/v1/chat/completions", chat(tools(long_paths(MAX_FIELD_BYTES // 2)))),
     "many parts": ("/v1/chat/completions", chat(tools(many_parts(MAX_FIELD_BYTES // 2)))),
     "a small body": ("/v1/chat/completions", chat(tools(many_parts(SMALL_BODY_BYTES - 200)))),
-    "unknown names": ("/v1/chat/completions", chat(f',"x":{listed("1", 10)}' * (MB // 25))),
+    "unknown names": (
+        "/v1/chat/completions",
+        chat("".join(f',"{number:x}":1' for number in range(MB // 9))),
+    ),
     "input": ("/v1/responses", f'{{"model":"fastserve","input":{listed(MESSAGE, 16_000 * 29)}}}'),
     "blocks": (
         "/v1/messages",

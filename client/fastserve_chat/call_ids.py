@@ -9,6 +9,8 @@ from typing import Any
 
 _CHARS = string.ascii_letters + string.digits
 _LENGTH = 24
+# Of an id that a client sends.
+_MAX_READ_CHARS = 256
 
 
 def new_call_id(length: int | None) -> str:
@@ -34,5 +36,5 @@ def _with_short_ids(message: Mapping[str, Any], length: int) -> Mapping[str, Any
 
 
 def _short(call_id: object, length: int) -> str:
-    letters = "".join(one for one in str(call_id) if one in _CHARS)
+    letters = "".join(one for one in str(call_id)[-_MAX_READ_CHARS:] if one in _CHARS)
     return letters[-length:].rjust(length, "0")

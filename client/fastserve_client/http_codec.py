@@ -6,6 +6,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -28,7 +29,10 @@ def ready_path(model: str) -> str:
 
 def encode_request(request: InferRequest) -> bytes:
     """The body of a POST to ``stream_path``."""
-    body: dict[str, Any] = dict(request.inputs)
+    body: dict[str, Any] = {
+        name: value.tolist() if isinstance(value, array) else value
+        for name, value in request.inputs.items()
+    }
     if request.request_id:
         body[protocol.REQUEST_ID] = request.request_id
     body |= request.trace_context  # the generate endpoints forward no headers

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from fastserve_client import protocol
 from fastserve_client.errors import InvalidRequest, shown
@@ -19,12 +20,24 @@ class InferRequest:
     """One request to the model."""
 
     model: str
-    inputs: Mapping[str, str | bool | tuple[int, ...]]
+    inputs: Mapping[str, str | bool | Sequence[int]]
     """Tensors by name: text that is valid UTF-8, a flag, or integers that fit 32 bits."""
     request_id: str = ""
     """Appears in the server's logs. If it is empty, the server makes one up."""
     trace_context: Mapping[str, str] = field(default_factory=dict)
     """``TRACE_HEADERS`` and their values, which a header can carry."""
+
+
+class EncodedMessages(list[Message]):
+    """A conversation that is encoded already, so that sending it takes no time. It must not be
+    changed.
+
+    Raises InvalidRequest: a message that JSON cannot carry.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        super().__init__(messages)
+        self.text: Final = _checked_text(protocol.MESSAGES, _encode_messages(messages))
 
 
 def build_request(
@@ -112,7 +125,9 @@ def build_detokenize_request(model: str, token_ids: Sequence[int]) -> InferReque
     return InferRequest(model, {protocol.TASK: protocol.DETOKENIZE, protocol.INPUT_IDS: ids})
 
 
-def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
+def _prompt_input(prompt: Prompt) -> tuple[str, str | Sequence[int]]:
+    if isinstance(prompt, EncodedMessages):
+        return protocol.MESSAGES, prompt.text
     if isinstance(prompt, str):
         return protocol.TEXT_INPUT, _checked_text(protocol.TEXT_INPUT, prompt)
     if isinstance(prompt, Mapping):
@@ -161,7 +176,9 @@ def _encode_messages(messages: Sequence[Message]) -> str:
         ) from None
 
 
-def _checked_ids(token_ids: Sequence[Any], field: str = protocol.INPUT_IDS) -> tuple[int, ...]:
+def _checked_ids(token_ids: Sequence[Any], field: str = protocol.INPUT_IDS) -> Sequence[int]:
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids  # all of them fit
     # There may be millions, and an event loop waits. So no Python code runs for each valid one.
     if not any(map(_is_bool, set(map(type, token_ids)))):
         with suppress(TypeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 KNOWN_FORMATS = frozenset(
     (
@@ -18,6 +18,8 @@ KNOWN_FORMATS = frozenset(
     )
 )
 """The formats of llguidance, which a test compares; "unknown" is any text."""
+
+_MAX_STEP_CHARS = 64
 
 # Keywords that hold schemas: by name, or one or a list of them. ``not`` and ``if`` are missing,
 # because without a format inside them the schema would allow other answers.
@@ -33,25 +35,56 @@ _ONE_OR_MORE = frozenset(
 )
 
 
-def schema_parts(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schema and all schemas inside it, each with its path.
+class SchemaPlace(NamedTuple):
+    """Where a schema is inside another one. Few places are ever written, and a path may be as long
+    as the schema: so it is text only when somebody asks for it."""
+
+    outer: SchemaPlace | None
+    """None: the place is in the whole schema."""
+    steps: tuple[str | int, ...]
+    """A keyword, and the name or the index of one of its schemas."""
+
+    def text(self) -> str:
+        """Such as ``properties.city.items``. Of a long name it has the beginning."""
+        steps: list[str] = []
+        place: SchemaPlace | None = self
+        while place is not None:
+            steps += [str(step)[:_MAX_STEP_CHARS] for step in reversed(place.steps)]
+            place = place.outer
+        return ".".join(reversed(steps))
+
+
+def schema_parts(schema: Any) -> Iterator[tuple[SchemaPlace | None, dict[str, Any]]]:
+    """The schema and all schemas inside it, each with its place; None: it is the whole.
 
     Args:
         schema: JSON; a value that is no object has no parts.
-        path: the schema's path, with a dot at its end.
     """
-    if not isinstance(schema, dict):
-        return  # true and false are schemas too
-    yield path, schema
+    if isinstance(schema, dict):  # true and false are schemas too
+        yield None, schema
+        # Not recursive: each part would go through all generators above it.
+        waiting = [_parts_inside(None, schema)]
+        while waiting:
+            found = next(waiting[-1], None)
+            if found is None:
+                waiting.pop()
+            elif isinstance(found[1], dict):
+                yield found
+                waiting.append(_parts_inside(*found))
+
+
+def _parts_inside(
+    outer: SchemaPlace | None, schema: dict[str, Any]
+) -> Iterator[tuple[SchemaPlace, Any]]:
     for keyword, value in schema.items():
         if keyword in _BY_NAME and isinstance(value, dict):
             for name, part in value.items():
-                yield from schema_parts(part, f"{path}{keyword}.{name}.")
+                yield SchemaPlace(outer, (keyword, name)), part
         elif keyword in _ONE_OR_MORE and isinstance(value, list):
             for index, part in enumerate(value):
-                yield from schema_parts(part, f"{path}{keyword}.{index}.")
+                yield SchemaPlace(outer, (keyword, index)), part
         elif keyword in _ONE_OR_MORE:
-            yield from schema_parts(value, f"{path}{keyword}.")
+            yield SchemaPlace(outer, (keyword,)), value
 
 
 def has_unknown_format(part: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from fastserve_client.options import Prompt, RequestOptions, ServiceOptions
 from fastserve_client.results import Chunk, Completion
 
 from fastserve_gateway.errors import ApiError
-from fastserve_gateway.jobs import CompletionJob
+from fastserve_gateway.jobs import CompletionJob, encoded_prompts
 from fastserve_gateway.request_traces import note_usage
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
@@ -179,11 +179,14 @@ class ChoicesAnswer(Answer):
         return None
 
     def jobs(self, service: ServiceOptions) -> list[CompletionJob]:
-        """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed."""
+        """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed.
+
+        Raises InvalidRequest: a message that JSON cannot carry.
+        """
         request = self._request
         options = RequestOptions(**self.job_options(), **service)
         jobs: list[CompletionJob] = []
-        for prompt in self.prompts():
+        for prompt in encoded_prompts(self.prompts()):
             for choice in range(request.num_choices):
                 seeded: RequestOptions = {**options, "seed": request.choice_seed(choice)}
                 index = len(jobs)

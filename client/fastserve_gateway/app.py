@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from fastserve_gateway.auth import Caller
+from fastserve_gateway.body_threads import BodyThreads, RunWork
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.completions import CompletionAnswer
 from fastserve_gateway.errors import (
@@ -86,7 +88,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             models = {name: await serve_model(name, stack) for name in settings.models}
-            app.state.responder = Responder(settings, models)
+            threads = BodyThreads()
+            stack.callback(threads.close)
+            app.state.responder = Responder(settings, models, threads)
             yield
 
     def responder() -> Responder:
@@ -124,7 +128,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: CompletionRequest, model: ServedModel) -> CompletionAnswer:
+        async def answer_to(
+            body: CompletionRequest, model: ServedModel, run: RunWork
+        ) -> CompletionAnswer:
             return CompletionAnswer(body)
 
         return await responder().respond(request, caller, take, CompletionRequest, answer_to)
@@ -133,8 +139,8 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def chat_completions(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: ChatRequest, model: ServedModel) -> ChatAnswer:
-            return ChatAnswer(body, await model.formats.current())
+        async def answer_to(body: ChatRequest, model: ServedModel, run: RunWork) -> ChatAnswer:
+            return await run(partial(ChatAnswer, body, await model.formats.current()))
 
         return await responder().respond(request, caller, take, ChatRequest, answer_to)
 
@@ -144,7 +150,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def responses(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: ResponsesRequest, model: ServedModel) -> ResponsesAnswer:
+        async def answer_to(
+            body: ResponsesRequest, model: ServedModel, run: RunWork
+        ) -> ResponsesAnswer:
             chains = ResponseChains(store, caller.tenant)
             return await chains.answer(body, model.formats, take)
 
@@ -163,29 +171,38 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def messages(
         request: Request, caller: Caller = with_caller, take: Take = with_body
     ) -> Response:
-        async def answer_to(body: MessagesRequest, model: ServedModel) -> MessagesAnswer:
-            return MessagesAnswer(body, await model.formats.current())
+        async def answer_to(
+            body: MessagesRequest, model: ServedModel, run: RunWork
+        ) -> MessagesAnswer:
+            return await run(partial(MessagesAnswer, body, await model.formats.current()))
 
         return await responder().respond(request, caller, take, MessagesRequest, answer_to)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens", dependencies=with_key)
     async def count_tokens(request: Request, take: Take = with_body) -> Response:
-        async def result_of(body: ConversationRequest, model: ServedModel) -> dict[str, Any]:
-            tokens = await tokenize_chat(model.fleet, await model.formats.current(), body.chat)
+        async def result_of(
+            body: ConversationRequest, model: ServedModel, run: RunWork
+        ) -> dict[str, Any]:
+            formats = await model.formats.current()
+            tokens = await tokenize_chat(model.fleet, formats, body.chat, run)
             return {"input_tokens": tokens.count}
 
         return await responder().do_task(request, take, ConversationRequest, result_of)
 
     @app.post("/tokenize", dependencies=with_key)
     async def tokenize(request: Request, take: Take = with_body) -> Response:
-        async def result_of(body: TokenizeRequest, model: ServedModel) -> dict[str, Any]:
-            return await tokenize_result(model.fleet, model.formats, body)
+        async def result_of(
+            body: TokenizeRequest, model: ServedModel, run: RunWork
+        ) -> dict[str, Any]:
+            return await tokenize_result(model.fleet, model.formats, body, run)
 
         return await responder().do_task(request, take, TokenizeRequest, result_of)
 
     @app.post("/detokenize", dependencies=with_key)
     async def detokenize(request: Request, take: Take = with_body) -> Response:
-        async def result_of(body: DetokenizeRequest, model: ServedModel) -> dict[str, Any]:
+        async def result_of(
+            body: DetokenizeRequest, model: ServedModel, run: RunWork
+        ) -> dict[str, Any]:
             return await detokenize_result(model.fleet, body)
 
         return await responder().do_task(request, take, DetokenizeRequest, result_of)

@@ -5,35 +5,45 @@ from __future__ import annotations
 import asyncio
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from fastserve_gateway.body_threads import BodyThreads, RunWork
 from fastserve_gateway.errors import ApiError, from_validation, invalid
 from fastserve_gateway.held_bodies import Take
+from fastserve_gateway.json_size import check_number_of_values
 from fastserve_gateway.schemas import RequestBody
-from fastserve_gateway.strict_fields import Body
+from fastserve_gateway.strict_fields import MAX_NAME_CHARS, MAX_NAMES, Body
 
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
-# The header must stay short, whatever names a client gives its fields.
-_MAX_NAMES = 20
-_MAX_NAME_CHARS = 64
 READ_TIMEOUT_S = 60.0
 """How long a body may take. A vanished client would hold its part of the memory for ever."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-async def read_body(request: Request, schema: type[BodyT], max_bytes: int, take: Take) -> BodyT:
+class ReadBody(NamedTuple, Generic[BodyT]):
+    """A body that has come and is valid."""
+
+    fields: BodyT
+    run: RunWork
+    """Runs more work on it and its answers: on a thread if they are large."""
+
+
+async def read_body(
+    request: Request, schema: type[BodyT], max_bytes: int, take: Take, threads: BodyThreads
+) -> ReadBody[BodyT]:
     """Returns the fields of a JSON body.
 
     Raises:
         ApiError: the body is no JSON or compressed (415), too large, alone or times the number of
-            answers (413), or too slow (408); a field is wrong or missing (400); or other bodies
-            leave no room (429).
+            answers (413), or too slow (408); a field is wrong or missing (400); other bodies leave
+            no room (429), or no time (503).
         starlette.requests.ClientDisconnect: the client went away.
     """
     # A page in a browser can send text/plain to any address, but JSON only with CORS.
@@ -59,17 +69,22 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, take:
                     raise _too_large(max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {READ_TIMEOUT_S:g} s") from None
-    fields = parse_body(body, schema)
+    fields = await threads.run(len(body), partial(parse_body, body, schema))
     # The server gets the prompts once for each answer.
-    if len(body) * fields.num_choices > max_bytes:
+    num_bytes = len(body) * fields.num_choices
+    if num_bytes > max_bytes:
         raise ApiError(
             413, f"the body, for {fields.num_choices} answers, is larger than {max_bytes} bytes"
         )
-    return fields
+    return ReadBody(fields, partial(threads.run, num_bytes))
 
 
 def parse_body(body: bytes | bytearray, schema: type[BodyT]) -> BodyT:
     """Skips a byte order mark before the body (RFC 8259, 8.1). Raises ApiError (400)."""
+    try:
+        check_number_of_values(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body {error}") from None
     try:
         # Not model_validate_json: its own form of the JSON takes more memory than the fields.
         return schema.model_validate(from_json(body.removeprefix(BOM_UTF8)))
@@ -95,7 +110,7 @@ def ignored_fields(names: Sequence[str], *, strict: bool) -> dict[str, str]:
     Raises:
         ApiError: there are some, and ``strict`` (400).
     """
-    shown = [quote(name[:_MAX_NAME_CHARS]) for name in names[:_MAX_NAMES]]
+    shown = [quote(name[:MAX_NAME_CHARS]) for name in names[:MAX_NAMES]]
     if not shown:
         return {}
     if strict:

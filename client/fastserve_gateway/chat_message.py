@@ -6,18 +6,31 @@ from typing import Annotated, Any, NotRequired
 
 from fastserve_client.message_text import NOT_TEXT, joined_text
 from fastserve_client.options import Message
-from pydantic import ConfigDict, PlainValidator
+from pydantic import ConfigDict, Field, PlainValidator
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+
+from fastserve_gateway.strict_fields import check_number_of_fields
+
+MAX_MESSAGES = 1 << 14
+"""Of a conversation, and parts of a message: encoding them holds up the event loop, or a thread."""
+MAX_CALLS = 128
+"""Of one message: as many as there may be tools."""
 
 
 def _check_content(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise ValueError(f"got {len(value)} parts; at most {MAX_MESSAGES} are allowed")
     if joined_text(value) is None:
         raise ValueError(NOT_TEXT)
     return value
 
 
 def fill_content(message: Any) -> Any:
-    """Adds empty content to an assistant's message with tool calls, which clients send back."""
+    """Adds empty content to an assistant's message with tool calls, which clients send back.
+
+    Raises ValueError: the message has too many fields.
+    """
+    check_number_of_fields(message)
     if not isinstance(message, dict) or message.get("content") is not None:
         return message
     only_calls = message.get("role") == "assistant" and message.get("tool_calls")
@@ -33,12 +46,17 @@ class ChatMessage(TypedDict):
     content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
     """Text, or parts of type text."""
     name: NotRequired[str | None]
-    tool_calls: NotRequired[list[dict[str, Any]] | None]
+    tool_calls: NotRequired[
+        Annotated[list[dict[str, Any]], Field(max_length=MAX_CALLS, fail_fast=True)] | None
+    ]
     tool_call_id: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
 
 
 def for_template(message: ChatMessage) -> Message:
+    """The message with a text as its content, and without fields that nothing here reads."""
+    if len(message) == 2 and isinstance(message["content"], str):  # as most are: no copy
+        return message
     kept: dict[str, Any] = {"role": message["role"], "content": joined_text(message["content"])}
     for key in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
         if message.get(key):

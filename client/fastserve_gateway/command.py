@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from types import FrameType
 
 import uvicorn
@@ -58,6 +60,9 @@ def run_gateway(
         if endpoint.uses_http:
             # Check it now: the application connects only when clients can connect already.
             AioHttpTransport(endpoint)
+        else:
+            # Now too: it takes a second on a busy machine, for which the first clients would wait.
+            import_module("fastserve_client.grpc_aio_transport")
     if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
@@ -69,6 +74,9 @@ def run_gateway(
             at_end.callback(tracer.close)
         address = listener.getsockname()
         server = GatewayServer(create_app(settings, tracer), _DRAIN_TIMEOUT_S, keep_alive_s)
+        # What lives as long as the process is not collected again: each time would hold up the
+        # event loop for some 50 ms.
+        gc.freeze()
         # uvicorn raises the signal that ended it again, for the earlier handler.
         signal.signal(signal.SIGTERM, _exit)
         signal.signal(signal.SIGINT, _exit)

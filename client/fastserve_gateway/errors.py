@@ -28,6 +28,8 @@ from fastserve_gateway.shown_values import shown_value
 logger = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 80
+# Of a path's step, which may be a key that the client has made up.
+_MAX_STEP_CHARS = 64
 
 RETRY_AFTER_S = 1
 """Under load a job ends, and frees a place in the queue, about once in this time."""
@@ -138,7 +140,7 @@ def no_such_route() -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The first mistake in a request's body, without texts of the request."""
     first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
+    param = ".".join(str(part)[:_MAX_STEP_CHARS] for part in first["loc"])
     message = what_is_allowed(first["type"], first["msg"], "a JSON object")
     if param:
         # This project's own messages say themselves what was given.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import ClientError
-from fastserve_client.options import Prompt, RequestOptions
+from fastserve_client.options import Message, Prompt, RequestOptions
+from fastserve_client.request import EncodedMessages
 from fastserve_client.results import Chunk, Completion
 
 from fastserve_gateway.fleet.fleet import Fleet
@@ -30,6 +31,21 @@ class CompletionJob:
     options: RequestOptions
     on_chunk: Callable[[Chunk], None] | None = None
     """If the whole answer is wanted, it is called with each chunk of it."""
+
+
+def encoded_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts in a form that takes no time to send: a long conversation is encoded here.
+
+    Raises InvalidRequest: a message that JSON cannot carry.
+    """
+    return [
+        EncodedMessages(cast("Sequence[Message]", prompt)) if _is_conversation(prompt) else prompt
+        for prompt in prompts
+    ]
+
+
+def _is_conversation(prompt: Prompt) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 async def complete_all(fleet: Fleet, jobs: Sequence[CompletionJob]) -> list[Completion]:

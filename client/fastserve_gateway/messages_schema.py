@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal
 
 from fastserve_client import protocol
@@ -19,10 +19,13 @@ from fastserve_gateway.chat_conversion import (
     thinking_variables,
     with_variables,
 )
+from fastserve_gateway.chat_message import MAX_MESSAGES
 from fastserve_gateway.errors import invalid
+from fastserve_gateway.list_fields import StopSequencesField
 from fastserve_gateway.messages_input import conversation, joined_blocks
 from fastserve_gateway.schemas import ChatRequest, RequestBody, ServiceTier
 from fastserve_gateway.strict_fields import StrictFields
+from fastserve_gateway.tool_fields import MAX_TOOLS
 
 MESSAGES_FIELDS = FieldNames(
     (
@@ -61,11 +64,13 @@ class Thinking(StrictFields):
 class ConversationRequest(RequestBody):
     """Body of ``POST /v1/messages/count_tokens``, and most of that of ``POST /v1/messages``."""
 
-    messages: Annotated[list[Any], Field(min_length=1)]
+    messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """A large list is checked message by message, up to its first mistake."""
     service_tier: Annotated[ServiceTier | None, BeforeValidator(_openai_tier)] = None
     system: Any = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -87,11 +92,13 @@ class ConversationRequest(RequestBody):
         return {protocol.TEXT_INPUT: "messages"}
 
     def unknown_fields(self) -> list[str]:
-        known = (*_HINTS, *FIELDS_OF_CHAT)
-        names = [name for name in super().unknown_fields() if name not in known]
+        names = super().unknown_fields()
         for prefix, part in (("thinking", self.thinking), ("output_config", self.output_config)):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
         return [*names, *map(MESSAGES_FIELDS.of, self._chat.unknown_fields())]
+
+    def read_elsewhere(self) -> Container[str]:
+        return (*_HINTS, *FIELDS_OF_CHAT)
 
     def template_variables(self) -> TemplateVariables:
         found: TemplateVariables = {}
@@ -141,7 +148,7 @@ class MessagesRequest(ConversationRequest):
     """Body of ``POST /v1/messages``."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopSequencesField = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from fastserve_gateway.answer import Answer
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.body import check_number_of_jobs, ignored_fields, read_body
+from fastserve_gateway.body_threads import BodyThreads, RunWork
 from fastserve_gateway.disconnect import while_connected
 from fastserve_gateway.errors import from_client_error
 from fastserve_gateway.event_stream import EventStream
@@ -48,6 +50,7 @@ class Responder:
 
     settings: GatewaySettings
     models: Mapping[str, ServedModel]
+    threads: BodyThreads
 
     async def respond(
         self,
@@ -55,17 +58,17 @@ class Responder:
         caller: Caller,
         take: Take,
         schema: type[RequestT],
-        answer_to: Callable[[RequestT, ServedModel], Awaitable[Answer]],
+        answer_to: Callable[[RequestT, ServedModel, RunWork], Awaitable[Answer]],
     ) -> Response:
         """The response to a request for tokens: JSON, or a stream of events.
 
         Args:
             take: takes room for the body.
-            answer_to: makes the answer to a body. May raise ClientError.
+            answer_to: makes the answer to a body. It may run work on it, and may raise ClientError.
         """
         settings = self.settings
         note_tenant(request, caller.tenant)  # now, because the body may be refused
-        body = await read_body(request, schema, settings.max_body_bytes, take)
+        body, run = await read_body(request, schema, settings.max_body_bytes, take, self.threads)
         model = find_model(self.models, body.model)
         check_number_of_jobs(body, settings.max_jobs)
         note_model(body.model)
@@ -73,13 +76,13 @@ class Responder:
             note_tenant(request, body.tenant or "")
         service = service_options(body, request.headers, caller, share_kv=settings.share_kv)
         try:
-            answer = await answer_to(body, model)
+            answer = await answer_to(body, model, run)
         except ClientError as error:  # the server does not describe its model
             raise from_client_error(error, {}) from None
-        unknown = [*body.unknown_fields(), *answer.unused_fields()]
+        unknown = [*(await run(body.unknown_fields)), *answer.unused_fields()]
         headers = ignored_fields(unknown, strict=settings.strict)
-        jobs = answer.jobs(service)
         try:
+            jobs = await run(partial(answer.jobs, service))
             if not answer.streams:
                 work = complete_all(model.fleet, jobs)
                 whole = answer.whole(await while_connected(request.receive, work))
@@ -101,14 +104,16 @@ class Responder:
         request: Request,
         take: Take,
         schema: type[TaskT],
-        result_of: Callable[[TaskT, ServedModel], Coroutine[Any, Any, Mapping[str, Any]]],
+        result_of: Callable[[TaskT, ServedModel, RunWork], Coroutine[Any, Any, Mapping[str, Any]]],
     ) -> Response:
         """The response to a request that starts no job."""
-        body = await read_body(request, schema, self.settings.max_body_bytes, take)
+        max_bytes = self.settings.max_body_bytes
+        body, run = await read_body(request, schema, max_bytes, take, self.threads)
         model = find_model(self.models, body.model)
-        headers = ignored_fields(body.unknown_fields(), strict=self.settings.strict)
+        unknown = await run(body.unknown_fields)
+        headers = ignored_fields(unknown, strict=self.settings.strict)
         try:
-            result = await while_connected(request.receive, result_of(body, model))
+            result = await while_connected(request.receive, result_of(body, model, run))
         except ClientError as error:
             raise from_client_error(error, body.field_names()) from None
         return JSONResponse(result, headers=headers)

@@ -7,6 +7,7 @@ from typing import Any
 from fastserve_chat.call_messages import assistant_message, function_call, tool_message
 
 from fastserve_gateway.chat_conversion import got_type, text_field
+from fastserve_gateway.chat_message import MAX_MESSAGES
 from fastserve_gateway.errors import invalid
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -22,7 +23,11 @@ def input_messages(given: Any) -> list[dict[str, Any]]:
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+    if not isinstance(given, list):
+        raise invalid("input", "must be text or a list of items")
+    if len(given) > MAX_MESSAGES:
+        raise invalid("input", f"got {len(given)} items; at most {MAX_MESSAGES} are allowed")
+    if not all(isinstance(item, dict) for item in given):
         raise invalid("input", "must be text or a list of items")
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(given):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, StringConstraints, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from fastserve_gateway.chat_conversion import (
     FIELDS_OF_CHAT,
@@ -20,10 +19,12 @@ from fastserve_gateway.chat_conversion import (
     with_variables,
 )
 from fastserve_gateway.errors import invalid
+from fastserve_gateway.json_size import check_field_size
+from fastserve_gateway.list_fields import IncludedField, MetadataField
 from fastserve_gateway.responses_input import input_messages
 from fastserve_gateway.schemas import ChatRequest, RequestBody
 from fastserve_gateway.strict_fields import StrictFields
-from fastserve_gateway.tool_fields import NOT_FINITE
+from fastserve_gateway.tool_fields import MAX_TOOLS
 
 RESPONSES_FIELDS = FieldNames(
     (
@@ -42,7 +43,6 @@ _UNSUPPORTED = ("background", "conversation", "prompt")
 """Fields that would change the answer, or how it comes."""
 _LOGPROBS = "message.output_text.logprobs"
 """The only value of ``include`` about something that an answer of this server can have."""
-_MAX_METADATA = 16
 
 
 class TextConfig(StrictFields):
@@ -59,7 +59,9 @@ class ResponsesRequest(RequestBody):
     input: Any
     """Text, or a list of items. A large list is checked item by item, up to its first mistake."""
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -67,18 +69,9 @@ class ResponsesRequest(RequestBody):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: IncludedField = None
     reasoning: ReasoningConfig | None = None
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, StringConstraints(max_length=64)],
-                Annotated[str, StringConstraints(max_length=512)],
-            ],
-            Field(max_length=_MAX_METADATA),
-        ]
-        | None
-    ) = None
+    metadata: MetadataField = None
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -130,12 +123,15 @@ class ResponsesRequest(RequestBody):
         return input_messages(self.input)
 
     def unknown_fields(self) -> list[str]:
-        names = [name for name in super().unknown_fields() if name not in _FIELDS_OF_CHAT]
+        names = super().unknown_fields()
         for prefix, part in (("text", self.text), ("reasoning", self.reasoning)):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
         if self.truncation == "auto":
             names.append("truncation")
         return [*names, *map(RESPONSES_FIELDS.of, self._chat.unknown_fields())]
+
+    def read_elsewhere(self) -> Container[str]:
+        return _FIELDS_OF_CHAT
 
     def template_variables(self) -> TemplateVariables:
         effort = self.reasoning and self.reasoning.effort
@@ -151,9 +147,9 @@ class ResponsesRequest(RequestBody):
 def _check_returned(name: str, value: Any) -> None:
     """A value that comes back in the response must be JSON, which 1e999 is not once it is read."""
     try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise invalid(name, NOT_FINITE) from None
+        check_field_size(value)
+    except ValueError as error:
+        raise invalid(name, str(error)) from None
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

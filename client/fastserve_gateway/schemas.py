@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Container, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastserve_client.message_text import joined_text
 from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
-from fastserve_client.schema_formats import has_unknown_format, schema_parts
 from pydantic import BeforeValidator, Field, model_validator
 
-from fastserve_gateway.chat_message import ChatMessage, fill_content, for_template
+from fastserve_gateway.chat_message import (
+    MAX_MESSAGES,
+    ChatMessage,
+    fill_content,
+    for_template,
+)
+from fastserve_gateway.json_size import check_field_size
 from fastserve_gateway.list_fields import (
     AllowedTokenIdsField,
     BadWordsField,
@@ -22,11 +26,16 @@ from fastserve_gateway.list_fields import (
     StopTokenIdsField,
 )
 from fastserve_gateway.shown_values import shown_value
-from fastserve_gateway.strict_fields import Body, StrictFields
+from fastserve_gateway.strict_fields import (
+    MAX_NAME_CHARS,
+    MAX_NAMES,
+    Body,
+    StrictFields,
+    unknown_formats,
+)
 from fastserve_gateway.tool_fields import (
-    MAX_TOOLS,
-    FunctionTool,
     ToolChoice,
+    ToolsField,
     check_tools,
     unknown_tool_fields,
 )
@@ -67,8 +76,9 @@ _UNSUPPORTED = {
     "json_schema": _OTHER_FORM,
 }
 """Fields that would change the answer, and the values at which they change nothing."""
-# More parts than a schema can have within the server's limit of size.
-_MAX_SCHEMA_PARTS = 1 << 15
+
+JSONField = Annotated[dict[str, Any], BeforeValidator(check_field_size)]
+"""A field that may hold any JSON object, such as a schema."""
 
 
 def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
@@ -88,7 +98,7 @@ class JSONSchema(StrictFields):
     name: str
     description: str | None = None
     strict: bool | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    json_schema: Annotated[JSONField, Field(alias="schema")]
 
 
 ServiceTier = Literal["auto", "default", "priority", "flex"]
@@ -99,7 +109,7 @@ TIER_PRIORITIES = {"auto": 0, "default": 0, "priority": -1, "flex": 1}
 class ResponseFormat(StrictFields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
-    bare_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    bare_schema: Annotated[JSONField | None, Field(alias="schema")] = None
     """The schema as in the APIs of llama.cpp, Together and others, with type json_object too."""
 
     @model_validator(mode="after")
@@ -195,7 +205,7 @@ class _GenerationRequest(RequestBody):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    structured_output: dict[str, Any] | None = None
+    structured_output: JSONField | None = None
 
     @model_validator(mode="after")
     def _check_structured_output(self) -> _GenerationRequest:
@@ -236,7 +246,7 @@ class _GenerationRequest(RequestBody):
 
     def unknown_fields(self) -> list[str]:
         """Includes formats of a schema that the server leaves out."""
-        names = [name for name in super().unknown_fields() if name not in _UNSUPPORTED]
+        names = super().unknown_fields()
         wanted = self.response_format
         for prefix, part in (
             ("stream_options", self.stream_options),
@@ -246,8 +256,10 @@ class _GenerationRequest(RequestBody):
             if part:
                 names += [f"{prefix}.{name}" for name in part.unknown_fields()]
         schema = (self.wanted_output or {}).get("json_schema")
-        parts = islice(schema_parts(schema, f"{self.schema_field}."), _MAX_SCHEMA_PARTS)
-        return [*names, *(f"{path}format" for path, part in parts if has_unknown_format(part))]
+        return [*names, *unknown_formats(schema, self.schema_field)]
+
+    def read_elsewhere(self) -> Container[str]:
+        return _UNSUPPORTED
 
     def _common_options(self) -> RequestOptions:
         return RequestOptions(
@@ -340,15 +352,15 @@ class ChatRequest(_GenerationRequest):
 
     messages: Annotated[
         list[Annotated[ChatMessage, BeforeValidator(fill_content)]],
-        Field(min_length=1, fail_fast=True),
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: ToolsField | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JSONField | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
@@ -373,27 +385,30 @@ class ChatRequest(_GenerationRequest):
 
     @property
     def template_messages(self) -> list[Message]:
-        """The conversation: a copy without fields that nothing here reads."""
+        """The conversation without fields that nothing here reads. It must not be changed."""
         return [for_template(one) for one in self.messages]
 
     def unknown_fields(self) -> list[str]:
-        known = ChatMessage.__annotations__.keys()
-        nested = {
-            f"messages.{name}"
-            for one in self.messages
-            for name, value in one.items()
-            if name not in known and value is not None
-        }
-        nested |= {
-            f"messages.content.{name}"
-            for one in self.messages
-            if isinstance(one["content"], list)
-            for part in one["content"]
-            for name, value in part.items()
-            if name not in ("type", "text") and value is not None
-        }
+        # Each name once, though each message may have it.
+        nested: set[str] = set()
+        for name in self._unknown_message_fields():
+            nested.add(name)
+            if len(nested) == MAX_NAMES:
+                break
         tools = unknown_tool_fields(self.tools or [])
         return [*super().unknown_fields(), *sorted(nested), *tools]
+
+    def _unknown_message_fields(self) -> Iterator[str]:
+        known = ChatMessage.__annotations__.keys()
+        for message in self.messages:
+            for name, value in message.items():
+                if name not in known and value is not None:
+                    yield f"messages.{name[:MAX_NAME_CHARS]}"
+            parts = message["content"]
+            for part in parts if isinstance(parts, list) else ():
+                for name, value in part.items():
+                    if name not in ("type", "text") and value is not None:
+                        yield f"messages.content.{name[:MAX_NAME_CHARS]}"
 
     def told_texts(self) -> list[str]:
         """What the model is told, in order."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from fastserve_client import protocol
 from fastserve_client.options import ChatTemplateOptions, Message
 from fastserve_client.results import Tokenization
-from pydantic import PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
+from fastserve_gateway.body_threads import RunWork
 from fastserve_gateway.chat_conversion import FieldNames, chat_request
+from fastserve_gateway.chat_message import MAX_MESSAGES
 from fastserve_gateway.fleet.fleet import Fleet
+from fastserve_gateway.jobs import encoded_prompts
 from fastserve_gateway.list_fields import TokensField
 from fastserve_gateway.model_formats import DescribedFormats, ModelFormats
 from fastserve_gateway.schemas import ChatRequest
 from fastserve_gateway.strict_fields import Body
+from fastserve_gateway.tool_fields import MAX_TOOLS
 
 _CHAT_FIELDS = ("messages", *protocol.CHAT_OPTIONS)
 
@@ -33,8 +37,8 @@ class TokenizeRequest(TaskBody):
     """Body of ``POST /tokenize``: a text, or what makes the prompt of a chat completion."""
 
     prompt: str | None = None
-    messages: list[Any] | None = None
-    tools: list[Any] | None = None
+    messages: Annotated[list[Any], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -78,16 +82,20 @@ async def tokenize_chat(
     fleet: Fleet,
     formats: ModelFormats,
     request: ChatRequest,
+    run: RunWork,
     *,
     add_special_tokens: bool | None = None,
     return_token_strs: bool = False,
 ) -> Tokenization:
     """The tokens of the prompt that the request would have.
 
+    Args:
+        run: runs work on the request's body.
+
     Raises ApiError, ClientError.
     """
-    (messages,) = formats.prompts(request)
-    options = formats.options(request)
+    (messages,) = await run(lambda: encoded_prompts(formats.prompts(request)))
+    options = await run(lambda: formats.options(request))
     chosen = {name: options.get(name) for name in protocol.CHAT_OPTIONS}
     return await fleet.tokenize(
         cast("list[Message]", messages),
@@ -98,7 +106,7 @@ async def tokenize_chat(
 
 
 async def tokenize_result(
-    fleet: Fleet, formats: DescribedFormats, body: TokenizeRequest
+    fleet: Fleet, formats: DescribedFormats, body: TokenizeRequest, run: RunWork
 ) -> dict[str, Any]:
     """The answer to ``POST /tokenize``. Raises ApiError, ClientError."""
     add_special_tokens, return_token_strs = body.add_special_tokens, bool(body.return_token_strs)
@@ -113,6 +121,7 @@ async def tokenize_result(
             fleet,
             await formats.current(),
             body.chat,
+            run,
             add_special_tokens=add_special_tokens,
             return_token_strs=return_token_strs,
         )

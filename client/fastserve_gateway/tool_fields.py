@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
-from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from pydantic import AfterValidator, Field, PlainValidator
+from fastserve_client.schema_formats import SchemaPlace, schema_parts
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from fastserve_gateway.strict_fields import StrictFields
+from fastserve_gateway.json_size import check_field_size
+from fastserve_gateway.strict_fields import MAX_NAME_CHARS, StrictFields, unknown_formats
 
-NOT_FINITE = "all numbers must be finite"
 MAX_TOOLS = 128
 """OpenAI's limit."""
-MAX_TOOLS_BYTES = 256 << 10
-"""Far above what the context of most models has room for."""
 _CHOICES = ("auto", "none", "required")
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 _MAX_SHOWN_CHARS = 40
@@ -35,28 +32,29 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """Most tools' arguments follow no grammar, so that nobody else would find what is no schema."""
     if schema.get("type", "object") != "object":
         raise ValueError(f"type: got {_shown(schema['type'])}; must be 'object'")
-    try:
-        for path, part in schema_parts(schema):
-            _check_part(path, part)
-    except RecursionError:
-        raise ValueError("must not be so deep") from None
+    for place, part in schema_parts(schema):
+        _check_part(place, part)
     return schema
 
 
-def _check_part(path: str, part: dict[str, Any]) -> None:
+def _check_part(place: SchemaPlace | None, part: dict[str, Any]) -> None:
     kind = part.get("type", [])
     for one in kind if isinstance(kind, list) else [kind]:
         if not isinstance(one, str) or one not in _JSON_TYPES:
-            raise ValueError(f"{path}type: got {_shown(one)}; must be one of JSON's types")
+            raise _wrong(place, f"type: got {_shown(one)}; must be one of JSON's types")
     properties = part.get("properties", {})
     if not isinstance(properties, dict):
-        raise ValueError(f"{path}properties: must be an object")
+        raise _wrong(place, "properties: must be an object")
     for name, value in properties.items():
         if not isinstance(value, dict | bool):
-            raise ValueError(f"{path}properties.{name}: must be a schema")
+            raise _wrong(place, f"properties.{name[:MAX_NAME_CHARS]}: must be a schema")
     required = part.get("required", [])
     if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-        raise ValueError(f"{path}required: must be a list of texts")
+        raise _wrong(place, "required: must be a list of texts")
+
+
+def _wrong(place: SchemaPlace | None, mistake: str) -> ValueError:
+    return ValueError(mistake if place is None else f"{place.text()}.{mistake}")
 
 
 class FunctionDefinition(StrictFields):
@@ -70,6 +68,18 @@ class FunctionDefinition(StrictFields):
 class FunctionTool(StrictFields):
     type: Annotated[str, PlainValidator(_check_type)]
     function: FunctionDefinition
+
+
+def _check_tools_size(value: Any) -> Any:
+    is_long = isinstance(value, list) and len(value) > MAX_TOOLS
+    return value if is_long else check_field_size(value)
+
+
+ToolsField = Annotated[
+    list[FunctionTool],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    BeforeValidator(_check_tools_size),
+]
 
 
 def _check_choice(value: Any) -> Any:
@@ -86,7 +96,9 @@ def _check_choice(value: Any) -> Any:
     )
 
 
-ToolChoice = Annotated[str | dict[str, Any] | None, PlainValidator(_check_choice)]
+ToolChoice = Annotated[
+    str | dict[str, Any] | None, PlainValidator(_check_choice), AfterValidator(check_field_size)
+]
 
 
 def unknown_tool_fields(tools: list[FunctionTool]) -> list[str]:
@@ -97,20 +109,12 @@ def unknown_tool_fields(tools: list[FunctionTool]) -> list[str]:
         names += [f"{path}.{name}" for name in tool.unknown_fields()]
         names += [f"{path}.function.{name}" for name in tool.function.unknown_fields()]
         if tool.function.strict:
-            parts = schema_parts(tool.function.parameters, f"{path}.function.parameters.")
-            names += [f"{part}format" for part, schema in parts if has_unknown_format(schema)]
+            names += unknown_formats(tool.function.parameters, f"{path}.function.parameters")
     return names
 
 
 def check_tools(tools: list[FunctionTool], choice: str | dict[str, Any] | None) -> None:
     """Raises ValueError, with the field's name before a colon."""
-    dumped = [tool.model_dump(exclude_unset=True) for tool in tools]
-    try:
-        num_bytes = len(json.dumps(dumped, ensure_ascii=False, allow_nan=False).encode())
-    except ValueError:
-        raise ValueError(f"tools: {NOT_FINITE}") from None
-    if num_bytes > MAX_TOOLS_BYTES:
-        raise ValueError(f"tools: got {num_bytes} bytes; at most {MAX_TOOLS_BYTES} are allowed")
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:

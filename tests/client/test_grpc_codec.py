@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,12 @@ def test_a_request_is_tensors_of_the_protocol() -> None:
     assert struct.unpack("<3i", raw["input_ids"]) == (5, 0, 2**31 - 1)
     text = '{"stop": ["é"]}'.encode()
     assert raw["sampling_parameters"] == struct.pack("<I", len(text)) + text
+
+
+def test_an_array_of_token_ids_travels_as_a_tuple_does() -> None:
+    ids = (5, 0, -1, 2**31 - 1)
+    requests = [InferRequest("fastserve", {"input_ids": kind}) for kind in (ids, array("i", ids))]
+    assert encode_request(requests[0]) == encode_request(requests[1])
 
 
 def _decode(response: Any) -> Chunk:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def test_a_request_is_the_tensors_and_its_id() -> None:
     body = json.loads(encode_request(InferRequest("fastserve", inputs, "a1")))
     assert body == {"input_ids": [5, 0], "sampling_parameters": '{"stop": ["é"]}', "id": "a1"}
     assert "id" not in json.loads(encode_request(InferRequest("fastserve", inputs)))
+    ids = InferRequest("fastserve", {"input_ids": array("i", (5, 0))})
+    assert json.loads(encode_request(ids)) == {"input_ids": [5, 0]}
 
 
 def test_the_name_of_a_model_is_a_segment_of_the_path() -> None:

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from fastserve_client import AsyncFastServeClient, FastServeClient, InvalidRequest, protocol
 from fastserve_client.options import OPTION_NAMES
-from fastserve_client.request import InferRequest, build_request, build_watch_request
+from fastserve_client.request import (
+    EncodedMessages,
+    InferRequest,
+    build_request,
+    build_watch_request,
+)
 
 
 def _parameters(request: InferRequest) -> dict[str, Any]:
@@ -57,6 +62,12 @@ def test_messages_replace_the_text() -> None:
     request = build_request("fastserve", messages, {}, stream=False)
     assert json.loads(str(request.inputs["messages"])) == messages
     assert "text_input" not in request.inputs
+    encoded = EncodedMessages(messages)
+    again = build_request("fastserve", encoded, {}, stream=False)
+    assert again == request
+    assert again.inputs["messages"] is encoded.text
+    with pytest.raises(InvalidRequest, match="messages: got text that is not Unicode"):
+        EncodedMessages([{"role": "user", "content": "\ud800"}])
 
 
 def test_asking_for_logprobs_asks_for_their_outputs() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fastserve_client.request import EncodedMessages
 from fastserve_gateway.fleet.routed_request import routed_request
 
 SYSTEM = {"role": "system", "content": "Be brief. " * 200}
@@ -84,6 +85,22 @@ def test_only_the_beginning_of_a_long_prompt_is_hashed() -> None:
     request = routed_request("x" * (1 << 20), {})
     assert request.prompt_tokens == 1 << 18
     assert request.prefixes[-1].end == 1 << 18
+
+
+def test_of_a_long_conversation_only_the_beginning_is_encoded_again() -> None:
+    class Unread(dict[str, str]):
+        def items(self) -> Any:
+            raise AssertionError("encoded")
+
+    read: list[Any] = [SYSTEM, QUESTION, {**ANSWER, "content": "x" * (1 << 18)}]
+    prompt = EncodedMessages([*read, NEXT])
+    prompt[-1] = Unread()
+    request = routed_request(prompt, {})
+    assert request.prompt_tokens == len(prompt.text) // 4
+    whole = routed_request([*read, NEXT], {})
+    assert (request.prefixes, request.conversation) == (whole.prefixes, whole.conversation)
+    late = EncodedMessages([{**ANSWER, "content": "x" * (1 << 18)}, QUESTION])
+    assert routed_request(late, {}).conversation is None
 
 
 def test_a_long_text_is_not_walked_character_by_character() -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from fastserve_client import protocol
 from fastserve_client.options import Message, Prompt, RequestOptions
+from fastserve_client.request import EncodedMessages
 
 from fastserve_gateway.routing.prefixes import prompt_prefixes
 from fastserve_gateway.routing.request import RoutedRequest
@@ -19,17 +20,26 @@ _BEFORE_MESSAGES = (protocol.TOOLS, protocol.CHAT_TEMPLATE_KWARGS)
 _BYTES_A_TOKEN = 4
 # Hashing more would hold up the event loop: this much takes about 0.5 ms.
 _MAX_HASHED_BYTES = 1 << 18
+# One for all: json.dumps would make one for each message.
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def routed_request(prompt: Prompt, options: RequestOptions) -> RoutedRequest:
     """Describes a job. A wrong prompt is described somehow: its server refuses it."""
-    parts = list(_parts(prompt, options))
+    parts: list[bytes] = []
+    num_bytes = 0
+    for part in _parts(prompt, options):
+        parts.append(part)
+        num_bytes += len(part)
+        if isinstance(prompt, EncodedMessages) and num_bytes >= _MAX_HASHED_BYTES:
+            num_bytes = max(num_bytes, len(prompt.text))  # without encoding the rest again
+            break
     salt = options.get("cache_salt") or ""
     prefixes = prompt_prefixes(_beginning(parts), salt)
     asked = _question_end(prompt, parts) if _is_conversation(prompt) else None
     conversation = next((prefix.key for prefix in prefixes if prefix.end == asked), None)
     return RoutedRequest(
-        prompt_tokens=sum(map(len, parts)) // _BYTES_A_TOKEN,
+        prompt_tokens=num_bytes // _BYTES_A_TOKEN,
         prefixes=prefixes,
         conversation=conversation,
         session=_session(options, salt),
@@ -67,7 +77,8 @@ def _question_end(prompt: Prompt, parts: Sequence[bytes]) -> int | None:
     """Where the first question of a conversation ends, in bytes of its parts."""
     for number, message in enumerate(prompt):
         if isinstance(message, Mapping) and message.get("role") == "user":
-            return sum(map(len, parts[: number + 2]))
+            is_read = number + 2 <= len(parts)
+            return sum(map(len, parts[: number + 2])) if is_read else None
     return None
 
 
@@ -83,5 +94,4 @@ def _beginning(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 def _canonical(value: Mapping[str, Any]) -> bytes:
     """The same bytes for equal values."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="surrogatepass")
+    return _ENCODER.encode(value).encode(errors="surrogatepass")

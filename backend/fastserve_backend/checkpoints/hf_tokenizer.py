@@ -99,11 +99,14 @@ class HFTokenizer(Tokenizer):
             )
         try:
             settings = _settings(directory)
+            # Its process starts while the vocabulary is read.
+            template = ChatTemplate.load(directory, settings, _special_tokens(settings))
             files = _load(directory, settings)
             named_ends = _named_ends(directory, settings)
             fast = files.fast
             fast.encode("a")  # some damage shows only when a text is encoded
-            template = ChatTemplate.load(directory, settings, _special_tokens(settings))
+            if template is not None:
+                template.check()
         except (ModelError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in `tokenizers` is not an Exception
@@ -174,7 +177,7 @@ class HFTokenizer(Tokenizer):
         try:
             return self._template.render(messages, options)
         except ChatTemplateError as error:
-            raise TokenizationError(f"the model's chat template refuses: {error}") from None
+            raise TokenizationError(str(error)) from None
 
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
@@ -247,8 +250,6 @@ def _load(directory: Path, settings: dict[str, Any]) -> _Files:
         )
     vocabulary, further = parse_with_duplicates((directory / "vocab.json").read_text("utf-8"))
     merges = _merges(directory / "merges.txt")
-    for key in ("bos_token", "eos_token", "unk_token"):
-        settings.setdefault(key, _GPT2_SPECIAL)
 
     def make_gpt2(whole: dict[str, int]) -> FastTokenizer:
         fast = FastTokenizer(models.BPE(whole, merges))
@@ -332,7 +333,7 @@ def around_prompt(
 
 def _settings(directory: Path) -> dict[str, Any]:
     """The fields of tokenizer_config.json. If it lists no added tokens, special_tokens_map.json
-    counts too."""
+    counts too. Without tokenizer.json, GPT-2's special tokens are the defaults."""
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = directory / name
@@ -345,6 +346,9 @@ def _settings(directory: Path) -> dict[str, Any]:
             token_id: {"content": text, "special": text in named}
             for text, token_id in json.loads(legacy.read_text(encoding="utf-8")).items()
         }
+    if not (directory / "tokenizer.json").is_file():
+        for key in ("bos_token", "eos_token", "unk_token"):
+            settings.setdefault(key, _GPT2_SPECIAL)
     return settings
 
 

@@ -40,6 +40,8 @@ from gguf_files import (
 from paged_executor import PagedExecutor, check, load, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tied": {"tie_word_embeddings": True},

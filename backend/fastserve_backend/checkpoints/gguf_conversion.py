@@ -42,7 +42,7 @@ def convert(path: Path, directory: Path) -> None:
     rules = _rules(family, config)
     model_sizes = sizes(config)
     _check_tensors(file, family, rules, model_sizes)
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     text = json.dumps(config, indent=1)
     (directory / "config.json").write_text(f"{text}\n", encoding="utf-8")
     save_tokenizer(file, directory)

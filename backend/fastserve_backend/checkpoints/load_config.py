@@ -13,7 +13,7 @@ from fastserve_backend.checkpoints.architectures import ARCHITECTURES, TEXT_OF
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
-from fastserve_backend.checkpoints.gguf_index import INDEX_FILE, read_index
+from fastserve_backend.checkpoints.gguf_index import is_conversion, read_index
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.hub import download, is_hub_id
 from fastserve_backend.checkpoints.model_config import (
@@ -132,7 +132,7 @@ def _as_stored(config: ModelConfig, *, has_mxfp4: bool) -> ModelConfig:
     if config.directory is None:
         return config
     directory = Path(config.directory)
-    if (directory / INDEX_FILE).is_file():
+    if is_conversion(directory):
         index = read_index(directory)
         if not index.is_quantized:
             return config
@@ -172,9 +172,8 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     directory = _directory(model, load_format)
     raw = read_json(directory / "config.json", model)
     _add_end_tokens(raw, directory, model)
-    if load_format == "auto" and not any(
-        (directory / name).is_file() for name in (*WEIGHT_FILES, INDEX_FILE)
-    ):
+    has_weights = any((directory / name).is_file() for name in WEIGHT_FILES)
+    if load_format == "auto" and not has_weights and not is_conversion(directory):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
             "download them, or use load_format dummy for random weights"

@@ -268,7 +268,7 @@ class TestRefused:
     )
     def test_no_gguf(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "m.gguf").write_bytes(content)
-        assert "damaged, incomplete, or no GGUF file" in self.message(tmp_path / "m.gguf", tmp_path)
+        assert "damaged" in self.message(tmp_path / "m.gguf", tmp_path)
 
     @pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5, 0.999])
     def test_truncated(self, tmp_path: Path, share: float) -> None:

@@ -34,7 +34,20 @@ def convert(path: Path, directory: Path) -> None:
 
     Raises:
         ModelError: the file is damaged, or its model cannot be served.
+        OSError: it cannot be read, or `directory` cannot be written.
     """
+    try:
+        _convert(path, directory)
+    except (ModelError, OSError, KeyboardInterrupt, SystemExit):
+        raise
+    # Fields of wrong types can show as any kind of error, and a panic in `tokenizers` is none.
+    except BaseException as error:
+        raise ModelError(
+            f"its metadata is damaged or incomplete ({error!r}); download it again"
+        ) from error
+
+
+def _convert(path: Path, directory: Path) -> None:
     stat = path.stat()
     file = GGUFFile(path)
     family = family_of(file)

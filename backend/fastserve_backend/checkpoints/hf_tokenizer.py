@@ -24,6 +24,7 @@ from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTemplateError, Message
 from fastserve_backend.checkpoints.end_tokens import tokenizer_ends
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import check_file
 from fastserve_backend.checkpoints.token_ids import build_tokenizer, parse_with_duplicates
 from fastserve_backend.checkpoints.token_text import bytes_of_added, spelling_of
 from fastserve_backend.checkpoints.tokenizer import (
@@ -57,6 +58,11 @@ _SPECIAL_KEYS = (
     "mask_token",
 )
 
+_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+)
 # The ends of a text, of a turn and of a message.
 _END_KEYS = ("eos_token", "eot_token", "eom_token")
 
@@ -98,6 +104,9 @@ class HFTokenizer(Tokenizer):
                 "merges.txt"
             )
         try:
+            for path in (directory / name for name in _FILES):
+                if path.is_file():
+                    check_file(path)
             settings = _settings(directory)
             # Its process starts while the vocabulary is read.
             template = ChatTemplate.load(directory, settings, _special_tokens(settings))

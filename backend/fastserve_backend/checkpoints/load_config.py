@@ -16,6 +16,7 @@ from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.checkpoints.gguf_index import is_conversion, read_index
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.hub import download, is_hub_id
+from fastserve_backend.checkpoints.limits import PARAMETERS, check, check_file
 from fastserve_backend.checkpoints.model_config import (
     DTYPE_BYTES,
     DType,
@@ -97,6 +98,7 @@ def load_model_config(
         quantization=None if quantization == "as_stored" else quantization,
         kv_dtype=kv_dtype,
     )
+    check(f"{raw.source}: the number of parameters", config.num_parameters, PARAMETERS)
     config = replace(config, stored_quantization=stored)
     if config.quantization is None and load_format == "auto":
         config = _as_stored(config, has_mxfp4=is_mxfp4(raw, model_type))
@@ -241,13 +243,14 @@ def _directory(model: str, load_format: LoadFormat) -> Path:
 def read_json(path: Path, model: str) -> dict[str, Any]:
     """The JSON object in a file of `model`. Raises ModelError."""
     try:
+        check_file(path)
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
             f"model {model!r}: {path} does not exist; a model directory in Hugging Face format "
             "needs it"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"model {model!r}: {path} cannot be read as JSON ({error}); download it again"
         ) from error

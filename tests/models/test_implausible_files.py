@@ -170,6 +170,13 @@ def test_a_tokenizer_of_a_gigabyte(tmp_path: Path, name: str) -> None:
     assert message.startswith(f"{tmp_path / name}: its size in bytes is {1 << 30}, but at most ")
 
 
+def test_a_template_of_megabytes(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template="x" * (2 << 20))
+    message = refusal(lambda: HFTokenizer(tmp_path, 300))
+    size = f"is {2 << 20}, but at most {1 << 20} {AGAIN}"
+    assert message == f"the size of the chat template of tokenizer_config.json {size}"
+
+
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\0" * 10, b'{"weight_map": {"a": "../b"}}'])
 def test_a_damaged_index(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(content)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import TEMPLATE_BYTES, check
 from fastserve_backend.checkpoints.template_process import (
     RefusedByTemplate,
     TemplateLimitError,
@@ -75,6 +76,7 @@ class ChatTemplate:
         """
         try:
             for source in {self.source, self.tool_source or self.source}:
+                check(f"the size of the chat template {self._name}", len(source), TEMPLATE_BYTES)
                 self._process.render(self._name, source, None)
         except RefusedByTemplate as error:
             raise ModelError(f"the chat template {self._name} cannot be read: {error}") from error

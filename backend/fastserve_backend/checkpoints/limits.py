@@ -52,7 +52,8 @@ _FILE_BYTES: Mapping[str, int] = MappingProxyType(
 # Others: tokenizer.json, vocab.json, merges.txt, and the indices of weight files. Vocabularies of
 # 262,144 tokens take 35 MB.
 _OTHER_FILE_BYTES = 128 << 20
-_TEMPLATE_BYTES = 1 << 20
+TEMPLATE_BYTES = 1 << 20
+"""Of a chat template. The gateway gets it, too."""
 
 SAFETENSORS_HEADER_BYTES = 32 << 20
 """About 130 bytes for each tensor. Mixtures of experts have up to 100,000 tensors."""
@@ -94,5 +95,5 @@ def check_file(path: Path) -> None:
     """Raise ModelError if a file that is read as a whole is too large. OSError: there is none."""
     most = _FILE_BYTES.get(path.name, _OTHER_FILE_BYTES)
     if path.suffix == ".jinja":
-        most = _TEMPLATE_BYTES
+        most = TEMPLATE_BYTES
     check(f"{path}: its size in bytes", path.stat().st_size, most)

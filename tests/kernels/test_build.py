@@ -221,15 +221,27 @@ def test_a_damaged_library_is_built_once_more(
     assert library.read_bytes() == made.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["fastserve", "fastserve/kernels"])
 def test_a_cache_that_others_can_write_to_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    folder = tmp_path / "fastserve" / "kernels"
+    folder = tmp_path / name
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(builder.BuildError, match="writable by you only"):
+    with pytest.raises(builder.BuildError, match=f"writable by you only; run `chmod go-w {folder}"):
         builder.build()
+
+
+@pytest.mark.usefixtures("one_function")
+def test_a_library_that_others_can_write_to_is_built_again() -> None:
+    library = builder.build()
+    made = library.read_bytes()
+    assert library.stat().st_mode & 0o777 == 0o700
+    library.write_bytes(b"of another user")
+    library.chmod(0o722)
+    assert builder.build() == library
+    assert library.read_bytes() == made
 
 
 @pytest.mark.usefixtures("kernels_again")

@@ -251,7 +251,7 @@ class TestWhereATemplateComesFrom:
     )
     def test_broken(self, tmp_path: Path, source: str) -> None:
         write_tokenizer(tmp_path, chat_template=source)
-        with pytest.raises(ModelError, match="chat template cannot be read"):
+        with pytest.raises(ModelError, match=r"of tokenizer_config\.json cannot be read"):
             HFTokenizer(tmp_path, VOCAB_SIZE)
 
 

@@ -21,6 +21,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 TEXTS = [
     "",
     " ",

@@ -25,6 +25,8 @@ from tokenizer_files import write_json
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB_SIZE = 300
 # Special tokens whose names mean nothing, and the id of the first.

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
+from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.models.loader import load_model
 from gguf_files import Arrays, Fields, assert_equal, bfloat16, random_llama, tensors_of, write_llama
 
 
@@ -91,3 +95,30 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     file = write_llama(tmp_path / "m.gguf", random_llama())
     with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a directory"):
         converted_gguf(file)
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_index_that_comes_with_a_checkpoint_does_not_count(tmp_path: Path) -> None:
+    """It could name any file of the machine as its source."""
+    directory = tmp_path / "model"
+    convert(write_llama(tmp_path / "m.gguf", random_llama()), directory)
+    with pytest.raises(ModelError, match="holds no weights"):
+        load_model_config(str(directory), load_format="auto")
+    random_llama().save_pretrained(directory)
+    (tmp_path / "m.gguf").unlink()
+    load_model(load_model_config(str(directory), load_format="auto"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("which", ["fastserve", "gguf", "model"])
+def test_a_conversion_that_others_can_change_is_not_used(
+    cache: Path, tmp_path: Path, which: str
+) -> None:
+    file = write_llama(tmp_path / "m.gguf", random_llama())
+    made = converted_gguf(file)
+    open_to_others = {"fastserve": cache.parent, "gguf": cache, "model": made}[which]
+    open_to_others.chmod(0o775)
+    remedy = rf"{open_to_others} has mode 775, .* `chmod go-w {open_to_others}`, or set XDG_CACHE_"
+    with pytest.raises(ConfigError, match=remedy):
+        load_model_config(str(file), load_format="auto")
+    open_to_others.chmod(0o755)
+    assert converted_gguf(file) == made

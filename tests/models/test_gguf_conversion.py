@@ -40,6 +40,8 @@ from gguf_files import (
 from paged_executor import PagedExecutor, check, load, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tied": {"tie_word_embeddings": True},
@@ -266,7 +268,7 @@ class TestRefused:
     )
     def test_no_gguf(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "m.gguf").write_bytes(content)
-        assert "damaged, incomplete, or no GGUF file" in self.message(tmp_path / "m.gguf", tmp_path)
+        assert "damaged" in self.message(tmp_path / "m.gguf", tmp_path)
 
     @pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5, 0.999])
     def test_truncated(self, tmp_path: Path, share: float) -> None:

@@ -23,6 +23,8 @@ from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 # Fields of transformers' configurations that a conversion may change: they name files and formats,
 # say what end tokens are, or are for training.
 _OTHER_FIELDS = {

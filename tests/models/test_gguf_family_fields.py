@@ -17,6 +17,8 @@ from fastserve_backend.checkpoints.tokenizer import load_tokenizer
 from gguf_families import VARIANTS
 from gguf_files import Arrays, Fields, add, remove, write_gguf
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 Change = Callable[[Fields, Arrays], None]
 
 

@@ -12,6 +12,8 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.rotary_config import Rotary
 from gguf_files import Arrays, Fields, random_llama, write_llama
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 SCALING = "llama.rope.scaling"
 YARN = {f"{SCALING}.type": "yarn", f"{SCALING}.factor": 4.0}
 

@@ -26,6 +26,8 @@ from rank_threads import DividedModel
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 HIDDEN, FFN = 256, 512
 # Layer 0 has a type for each matrix, as files of llama.cpp have.
 MIXED = {

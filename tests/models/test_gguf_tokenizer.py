@@ -11,6 +11,8 @@ from fastserve_backend.checkpoints.tokenizer import load_tokenizer
 from gguf_files import BEGIN, Arrays, Fields, byte_level_bpe, config_of, random_llama, write_llama
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 TEXTS = ("Hello world", "  two\n\nlines", "naïve 日本 😀", "<|im_end|> in <|begin|> text", "")
 HELLO = [{"role": "user", "content": "Hello"}]
 LLAMA3 = pre_tokenizers.Sequence(

@@ -15,6 +15,8 @@ from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, with_tokenizer_fields, write_llama
 from tokenizers import Tokenizer as FastTokenizer
 
+pytestmark = pytest.mark.usefixtures("conversions_anywhere")
+
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "lo", "hello", "▁hello", "w", "▁w"]
 ADDED = ["<|im_start|>", "<|im_end|>", "<tool call>"]
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, *ADDED]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import TEMPLATE_BYTES, check
+from fastserve_backend.checkpoints.template_process import (
+    RefusedByTemplate,
+    TemplateLimitError,
+    template_process,
+)
 from fastserve_backend.errors import FastServeError
 
 Message = Mapping[str, Any]
@@ -29,6 +28,7 @@ _TOOL_FILE = f"additional_chat_templates/{_TOOL_NAME}.jinja"
 _KEY = "chat_template"
 # Repositories of models that also see images have it, for the program that prepares those.
 _PROCESSORS_FILE = "chat_template.json"
+_SETTINGS_FILE = "tokenizer_config.json"
 
 # Transformers' names of the reasoning before an answer. Of the others it fills the first two, which
 # templates read.
@@ -41,38 +41,47 @@ _QUESTION, _ANSWER = "wolpertinger", "jackalope"
 
 
 class ChatTemplateError(FastServeError):
-    """The template refuses the messages, for example two of the user's in a row."""
+    """The template does not give a prompt: it refuses the messages, for example two of the user's
+    in a row, or it exceeds a limit. The message says which."""
 
 
 class ChatTemplate:
-    """A Jinja template from a checkpoint. It runs in a sandbox and can access nothing outside.
+    """A Jinja template from a checkpoint, which runs in a process of its own.
 
     Args:
         source: of the template.
         special_tokens: the tokens that the template knows by name, such as ``bos_token``.
         tool_source: of a template that takes its place if there are tools.
-
-    Raises:
-        ModelError: a source is not valid Jinja.
+        name: that of its file, for messages.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tool_source: str | None = None,
+        name: str = _FILE,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        try:
-            self._template = environment.from_string(source)
-            self._tool_template = environment.from_string(tool_source or source)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the model's chat template cannot be read: {error}") from error
         self.source = source
         self.tool_source = tool_source
+        self._name = name
         self._special_tokens = dict(special_tokens)
+        self._process = template_process()
+
+    def check(self) -> None:
+        """Compile the template. The first caller waits until its process has started.
+
+        Raises:
+            ModelError: a source is not valid Jinja, or exceeds a limit.
+        """
+        try:
+            for source in {self.source, self.tool_source or self.source}:
+                check(f"the size of the chat template {self._name}", len(source), TEMPLATE_BYTES)
+                self._process.render(self._name, source, None)
+        except RefusedByTemplate as error:
+            raise ModelError(f"the chat template {self._name} cannot be read: {error}") from error
+        except TemplateLimitError as error:
+            raise ModelError(str(error)) from error
 
     @classmethod
     def load(
@@ -85,6 +94,7 @@ class ChatTemplate:
         Of several named templates it is the one named "default", and with tools "tool_use". The
         latter may also be a file beside chat_template.jinja.
         """
+        name = _FILE
         if (directory / _FILE).is_file():
             files = {_NAME: directory / _FILE, _TOOL_NAME: directory / _TOOL_FILE}
             named = {
@@ -93,13 +103,15 @@ class ChatTemplate:
                 if path.is_file()
             }
         else:
+            name = f"of {_SETTINGS_FILE}"
             named = _named_templates(settings.get(_KEY))
             if _NAME not in named and (directory / _PROCESSORS_FILE).is_file():
                 fields = json.loads((directory / _PROCESSORS_FILE).read_text(encoding="utf-8"))
                 named = _named_templates(fields.get(_KEY))
+                name = _PROCESSORS_FILE
         if _NAME not in named:
             return None
-        return cls(named[_NAME], special_tokens, named.get(_TOOL_NAME))
+        return cls(named[_NAME], special_tokens, named.get(_TOOL_NAME), name)
 
     def render(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         """The prompt after which the model answers.
@@ -117,7 +129,8 @@ class ChatTemplate:
         before, mark, behind = text.rpartition(_END_MARK.strip())
         if not mark or final.strip() not in text:
             raise ChatTemplateError(
-                "it does not write the last message as it is, so that message cannot be continued"
+                "the model's chat template does not write the last message as it is, so that "
+                "message cannot be continued"
             )
         return before if behind.startswith(" ") else before.rstrip()
 
@@ -141,7 +154,7 @@ class ChatTemplate:
         return behind if answer else ""
 
     def _render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        template = self._tool_template if options.tools else self._template
+        source = self.tool_source if options.tools and self.tool_source else self.source
         variables = {
             "documents": None,
             **self._special_tokens,
@@ -151,11 +164,17 @@ class ChatTemplate:
             "add_generation_prompt": options.begins_answer,
         }
         try:
-            return template.render(variables)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(str(error)) from error
-        except Exception as error:  # a template is a program and can raise anything
-            raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+            return self._process.render(self._name, source, json.dumps(variables))
+        except RefusedByTemplate as error:
+            raise ChatTemplateError(f"the model's chat template refuses: {error}") from None
+        except TemplateLimitError as error:
+            raise ChatTemplateError(str(error)) from None
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # of what a program gave, no client
+            raise ChatTemplateError(f"the messages must be valid JSON: {error}") from None
 
 
 def _named_templates(value: Any) -> dict[str, str]:
@@ -173,38 +192,3 @@ def _as_templates_read(message: Message) -> dict[str, Any]:
     if reasoning is not None:
         copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
     return copy
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %}`` marks the model's own words for training. Its body is just rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Any) -> str:
-        return str(caller())
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, but a prompt is not HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.checkpoints.gguf_index import source_file
+from fastserve_backend.checkpoints.gguf_index import conversions_directory, source_file
 from fastserve_backend.system.atomic_file import remove_drafts
-from fastserve_backend.system.cache_directory import cache_directory
+from fastserve_backend.system.cache_directory import check_private
 
 # Part of the cache's key. Raise it when the same file must be converted in another way.
-_VERSION = 9
+_VERSION = 10
 
 _DRAFT = ".new-"
 # A conversion takes a second. Drafts that are so old were left by a crash.
@@ -42,8 +42,10 @@ def converted_gguf(file: Path) -> Path:
 
     Raises:
         ModelError: the file is damaged, or its model cannot be served.
+        ConfigError: there is no cache directory, or other users can write to it.
     """
     directory = _directory(file)
+    check_private(directory)
     if directory.is_dir():
         with suppress(OSError):  # the cache may be another user's
             os.utime(directory)  # marks it as used
@@ -66,11 +68,11 @@ def _directory(file: Path) -> Path:
     name = real.stem.encode("ascii", "ignore").decode()
     version = f"\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
     key = hashlib.sha256(os.fsencode(real) + version.encode()).hexdigest()[:16]
-    return cache_directory("gguf") / f"{name}-{key}"
+    return conversions_directory() / f"{name}-{key}"
 
 
 def _make(file: Path, directory: Path) -> None:
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_drafts(directory.parent.glob(f"{_DRAFT}*"), _OLD_DRAFT_S)
     _remove_unused(directory.parent)
     with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=directory.parent) as scratch:

@@ -34,7 +34,20 @@ def convert(path: Path, directory: Path) -> None:
 
     Raises:
         ModelError: the file is damaged, or its model cannot be served.
+        OSError: it cannot be read, or `directory` cannot be written.
     """
+    try:
+        _convert(path, directory)
+    except (ModelError, OSError, KeyboardInterrupt, SystemExit):
+        raise
+    # Fields of wrong types can show as any kind of error, and a panic in `tokenizers` is none.
+    except BaseException as error:
+        raise ModelError(
+            f"its metadata is damaged or incomplete ({error!r}); download it again"
+        ) from error
+
+
+def _convert(path: Path, directory: Path) -> None:
     stat = path.stat()
     file = GGUFFile(path)
     family = family_of(file)
@@ -42,7 +55,7 @@ def convert(path: Path, directory: Path) -> None:
     rules = _rules(family, config)
     model_sizes = sizes(config)
     _check_tensors(file, family, rules, model_sizes)
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     text = json.dumps(config, indent=1)
     (directory / "config.json").write_text(f"{text}\n", encoding="utf-8")
     save_tokenizer(file, directory)

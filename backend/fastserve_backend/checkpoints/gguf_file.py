@@ -18,6 +18,17 @@ import numpy as np
 
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf_index import FileTensor
+from fastserve_backend.checkpoints.limits import (
+    GGUF_ALIGNMENT,
+    GGUF_DIMENSIONS,
+    GGUF_FIELDS,
+    GGUF_HEADER_BYTES,
+    GGUF_NESTED_ARRAYS,
+    GGUF_TENSORS,
+    GGUF_TEXT_BYTES,
+    GGUF_VALUES,
+    check,
+)
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -87,17 +98,19 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, FileTensor]
     version = cursor.number("<u4")
     if version not in _VERSIONS:
         raise ValueError(f"its version is {version}")
-    num_tensors, num_fields = cursor.number("<u8"), cursor.number("<u8")
+    num_tensors = check("the number of tensors", cursor.number("<u8"), GGUF_TENSORS)
+    num_fields = check("the number of metadata fields", cursor.number("<u8"), GGUF_FIELDS)
     fields: dict[str, Any] = {}
-    for _ in range(num_fields):
-        key = cursor.string()
-        fields[key] = cursor.value(cursor.number("<u4"))
+    for index in range(num_fields):
+        key = cursor.string(f"the name of metadata field {index}")
+        fields[key] = cursor.value(f"metadata field {key}", cursor.number("<u4"))
     described = []
-    for _ in range(num_tensors):
-        name = cursor.string()
-        sizes = cursor.numbers("<u8", cursor.number("<u4"))
+    for index in range(num_tensors):
+        name = cursor.string(f"the name of tensor {index}")
+        rank = check(f"tensor {name!r}: its dimensions", cursor.number("<u4"), GGUF_DIMENSIONS)
+        sizes = cursor.numbers("<u8", rank)
         described.append((name, sizes[::-1], cursor.number("<u4"), cursor.number("<u8")))
-    alignment = fields.get("general.alignment", _ALIGNMENT)
+    alignment = _alignment(fields.get("general.alignment", _ALIGNMENT))
     start = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in described:
@@ -105,6 +118,15 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, FileTensor]
         if tensor.start + tensor.num_bytes > len(data):
             raise ValueError(f"tensor {name!r} ends beyond its end")
     return fields, tensors
+
+
+def _alignment(stated: Any) -> int:
+    if type(stated) is not int or stated < 1 or stated & (stated - 1):
+        raise ModelError(
+            f"metadata field general.alignment is {stated!r}, expected a power of 2; download the "
+            "file again"
+        )
+    return check("metadata field general.alignment", stated, GGUF_ALIGNMENT)
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: int, start: int) -> FileTensor:
@@ -134,33 +156,42 @@ class _Cursor:
     def numbers(self, dtype: str, count: int) -> list[Any]:
         """Raises ValueError beyond the file's end."""
         found = np.frombuffer(self._data, dtype, count, self.at)
-        self.at += found.nbytes
+        self._move_to(self.at + found.nbytes)
         values: list[Any] = found.tolist()
         return values
 
-    def string(self) -> str:
-        return self.strings(1)[0]
+    def string(self, what: str) -> str:
+        return self.strings(what, 1)[0]
 
-    def strings(self, count: int) -> list[str]:
-        data, at = self._data, self.at
+    def strings(self, what: str, count: int) -> list[str]:
         found = []
         for _ in range(count):
-            (size,) = struct.unpack_from("<Q", data, at)
-            at += 8 + size
-            found.append(data[at - size : at].decode())
-        if at > len(data):
-            raise ValueError("a text ends beyond its end")
-        self.at = at
+            (size,) = struct.unpack_from("<Q", self._data, self.at)
+            start = self.at + 8
+            self._move_to(start + check(f"{what}: its length in bytes", size, GGUF_TEXT_BYTES))
+            found.append(self._data[start : self.at].decode())
         return found
 
-    def value(self, kind: int) -> Any:
+    def value(self, what: str, kind: int, depth: int = 0) -> Any:
+        """
+        Args:
+            what: whose value it is, for messages.
+            depth: of how many arrays it is a part.
+        """
         if kind == _STRING:
-            return self.string()
+            return self.string(what)
         if kind != _ARRAY:
             return self.number(_NUMBERS[kind])
-        of, count = self.number("<u4"), self.number("<u8")
+        depth = check(f"{what}: its depth of arrays", depth + 1, GGUF_NESTED_ARRAYS)
+        of = self.number("<u4")
+        count = check(f"{what}: its number of values", self.number("<u8"), GGUF_VALUES)
         if of == _STRING:
-            return self.strings(count)
+            return self.strings(what, count)
         if of == _ARRAY:
-            return [self.value(of) for _ in range(count)]
+            return [self.value(what, of, depth) for _ in range(count)]
         return self.numbers(_NUMBERS[of], count)
+
+    def _move_to(self, at: int) -> None:
+        if at > len(self._data):
+            raise ValueError("a value ends beyond its end")
+        self.at = check("the header's size in bytes", at, GGUF_HEADER_BYTES)

@@ -16,6 +16,8 @@ import msgspec
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.model_config import DTYPE_BYTES, DType
 from fastserve_backend.checkpoints.quantization_config import MXFP4_MORE_BYTES
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.system.cache_directory import cache_directory
 
 INDEX_FILE = "gguf.json"
 SOURCE_FILE = "source"
@@ -100,6 +102,22 @@ class GGUFIndex:
     def write(self, directory: Path, file: Path) -> None:
         (directory / SOURCE_FILE).write_bytes(os.fsencode(file.resolve()))
         (directory / INDEX_FILE).write_bytes(msgspec.json.encode(self))
+
+
+def conversions_directory() -> Path:
+    """Where all conversions are. Raises ConfigError: see ``cache_directory``."""
+    return cache_directory("gguf")
+
+
+def is_conversion(directory: Path) -> bool:
+    """Whether `directory` is a conversion in this user's cache. Anywhere else an index and a source
+    may come with a checkpoint, so they do not count: they could name any file of this machine."""
+    if not (directory / INDEX_FILE).is_file():
+        return False
+    try:
+        return directory.resolve().parent == conversions_directory().resolve()
+    except ConfigError:  # whoever looks for weights says that there are none
+        return False
 
 
 def read_index(directory: Path) -> GGUFIndex:

@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import TOKEN_CHARS, VOCABULARY_CHARS, check
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # GGUF's names for kinds of vocabularies
 # GGUF's types of added tokens, which are looked for in a text before all others.
@@ -46,6 +47,9 @@ class GGUFVocabulary:
                 "use the model's Hugging Face checkpoint"
             )
         tokens = file.required("tokenizer.ggml.tokens")
+        for index, token in enumerate(tokens):
+            check(f"token {index}: its number of characters", len(token), TOKEN_CHARS)
+        check("the number of characters of all tokens", sum(map(len, tokens)), VOCABULARY_CHARS)
         types = file.required("tokenizer.ggml.token_type")
         if len(types) != len(tokens):
             raise ModelError(

@@ -10,11 +10,19 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import (
+    END_TOKENS,
+    LEAST_NUMBER,
+    MOST_NUMBER,
+    most_of_field,
+)
 
 _Choice = TypeVar("_Choice", bound=str)
 
 # The attention kernels' vector loads and registers set these limits.
 _HEAD_DIM_STEP, _HEAD_DIM_MAX = 8, 256
+# A value may be as long as its file.
+_SHOWN_CHARS = 200
 
 
 class HFConfig:
@@ -32,7 +40,10 @@ class HFConfig:
 
     def error(self, key: str, allowed: str) -> ModelError:
         """The error to raise for field `key`, whose value is not `allowed`."""
-        return ModelError(f"{self.source}: {key} is {self._raw.get(key)!r}, expected {allowed}")
+        shown = repr(self._raw.get(key))
+        if len(shown) > _SHOWN_CHARS:
+            shown = f"{shown[:_SHOWN_CHARS]}…"
+        return ModelError(f"{self.source}: {key} is {shown}, expected {allowed}")
 
     def integer(self, key: str, default: int) -> int:
         value = self._raw.get(key)
@@ -40,6 +51,8 @@ class HFConfig:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(key, "an integer of at least 1")
+        if value > (most := most_of_field(key)):
+            raise self.error(key, f"a plausible integer, at most {most}")
         return value
 
     def number(self, key: str, default: float | None) -> float:
@@ -54,6 +67,9 @@ class HFConfig:
             or not 0 < value < float("inf")
         ):
             raise self.error(key, "a number above 0")
+        if not LEAST_NUMBER <= value <= MOST_NUMBER:
+            allowed = f"a plausible number, from {LEAST_NUMBER:g} to {MOST_NUMBER:g}"
+            raise self.error(key, allowed)
         return float(value)
 
     def number_or_zero(self, key: str) -> float:
@@ -79,6 +95,13 @@ class HFConfig:
             raise self.error(key, f"a list of {count} numbers")
         items = (HFConfig({key: value}, self.source) for value in values)
         return tuple(item.number(key, None) for item in items)
+
+    def integers(self, key: str, count: int) -> tuple[int, ...]:
+        """``count`` integers of at least 1."""
+        values = self._raw.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(key, f"a list of {count} integers")
+        return tuple(HFConfig({key: value}, self.source).integer(key, 1) for value in values)
 
     def choices(
         self, key: str, default: tuple[_Choice, ...], allowed: tuple[_Choice, ...]
@@ -159,6 +182,8 @@ class HFConfig:
         values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
             raise self.error(key, "a token id, a list of them, null or -1")
+        if len(values) > END_TOKENS:
+            raise self.error(key, f"at most {END_TOKENS} token ids")
         return tuple(values)
 
 

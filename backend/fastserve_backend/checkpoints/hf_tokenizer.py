@@ -24,6 +24,7 @@ from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTemplateError, Message
 from fastserve_backend.checkpoints.end_tokens import tokenizer_ends
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import check_file
 from fastserve_backend.checkpoints.token_ids import build_tokenizer, parse_with_duplicates
 from fastserve_backend.checkpoints.token_text import bytes_of_added, spelling_of
 from fastserve_backend.checkpoints.tokenizer import (
@@ -57,6 +58,11 @@ _SPECIAL_KEYS = (
     "mask_token",
 )
 
+_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+)
 # The ends of a text, of a turn and of a message.
 _END_KEYS = ("eos_token", "eot_token", "eom_token")
 
@@ -98,12 +104,18 @@ class HFTokenizer(Tokenizer):
                 "merges.txt"
             )
         try:
+            for path in (directory / name for name in _FILES):
+                if path.is_file():
+                    check_file(path)
             settings = _settings(directory)
+            # Its process starts while the vocabulary is read.
+            template = ChatTemplate.load(directory, settings, _special_tokens(settings))
             files = _load(directory, settings)
             named_ends = _named_ends(directory, settings)
             fast = files.fast
             fast.encode("a")  # some damage shows only when a text is encoded
-            template = ChatTemplate.load(directory, settings, _special_tokens(settings))
+            if template is not None:
+                template.check()
         except (ModelError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in `tokenizers` is not an Exception
@@ -174,7 +186,7 @@ class HFTokenizer(Tokenizer):
         try:
             return self._template.render(messages, options)
         except ChatTemplateError as error:
-            raise TokenizationError(f"the model's chat template refuses: {error}") from None
+            raise TokenizationError(str(error)) from None
 
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
@@ -247,8 +259,6 @@ def _load(directory: Path, settings: dict[str, Any]) -> _Files:
         )
     vocabulary, further = parse_with_duplicates((directory / "vocab.json").read_text("utf-8"))
     merges = _merges(directory / "merges.txt")
-    for key in ("bos_token", "eos_token", "unk_token"):
-        settings.setdefault(key, _GPT2_SPECIAL)
 
     def make_gpt2(whole: dict[str, int]) -> FastTokenizer:
         fast = FastTokenizer(models.BPE(whole, merges))
@@ -332,7 +342,7 @@ def around_prompt(
 
 def _settings(directory: Path) -> dict[str, Any]:
     """The fields of tokenizer_config.json. If it lists no added tokens, special_tokens_map.json
-    counts too."""
+    counts too. Without tokenizer.json, GPT-2's special tokens are the defaults."""
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = directory / name
@@ -345,6 +355,9 @@ def _settings(directory: Path) -> dict[str, Any]:
             token_id: {"content": text, "special": text in named}
             for text, token_id in json.loads(legacy.read_text(encoding="utf-8")).items()
         }
+    if not (directory / "tokenizer.json").is_file():
+        for key in ("bos_token", "eos_token", "unk_token"):
+            settings.setdefault(key, _GPT2_SPECIAL)
     return settings
 
 

@@ -13,9 +13,10 @@ from fastserve_backend.checkpoints.architectures import ARCHITECTURES, TEXT_OF
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
-from fastserve_backend.checkpoints.gguf_index import INDEX_FILE, read_index
+from fastserve_backend.checkpoints.gguf_index import is_conversion, read_index
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.hub import download, is_hub_id
+from fastserve_backend.checkpoints.limits import PARAMETERS, check, check_file
 from fastserve_backend.checkpoints.model_config import (
     DTYPE_BYTES,
     DType,
@@ -97,6 +98,7 @@ def load_model_config(
         quantization=None if quantization == "as_stored" else quantization,
         kv_dtype=kv_dtype,
     )
+    check(f"{raw.source}: the number of parameters", config.num_parameters, PARAMETERS)
     config = replace(config, stored_quantization=stored)
     if config.quantization is None and load_format == "auto":
         config = _as_stored(config, has_mxfp4=is_mxfp4(raw, model_type))
@@ -132,7 +134,7 @@ def _as_stored(config: ModelConfig, *, has_mxfp4: bool) -> ModelConfig:
     if config.directory is None:
         return config
     directory = Path(config.directory)
-    if (directory / INDEX_FILE).is_file():
+    if is_conversion(directory):
         index = read_index(directory)
         if not index.is_quantized:
             return config
@@ -172,9 +174,8 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     directory = _directory(model, load_format)
     raw = read_json(directory / "config.json", model)
     _add_end_tokens(raw, directory, model)
-    if load_format == "auto" and not any(
-        (directory / name).is_file() for name in (*WEIGHT_FILES, INDEX_FILE)
-    ):
+    has_weights = any((directory / name).is_file() for name in WEIGHT_FILES)
+    if load_format == "auto" and not has_weights and not is_conversion(directory):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
             "download them, or use load_format dummy for random weights"
@@ -242,13 +243,14 @@ def _directory(model: str, load_format: LoadFormat) -> Path:
 def read_json(path: Path, model: str) -> dict[str, Any]:
     """The JSON object in a file of `model`. Raises ModelError."""
     try:
+        check_file(path)
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
             f"model {model!r}: {path} does not exist; a model directory in Hugging Face format "
             "needs it"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"model {model!r}: {path} cannot be read as JSON ({error}); download it again"
         ) from error

@@ -127,7 +127,7 @@ def _read_gptq(fields: HFConfig) -> StoredQuantization:
 def _read_fp8(fields: HFConfig) -> StoredQuantization:
     rows = columns = None
     if "weight_block_size" in fields:
-        rows, columns = map(int, fields.numbers("weight_block_size", 2))
+        rows, columns = fields.integers("weight_block_size", 2)
     return StoredQuantization(
         format="FP8",
         layout="plain",
@@ -167,7 +167,7 @@ def _read_config_group(groups: HFConfig, name: str, whole: HFConfig) -> StoredQu
     if strategy == "group":
         columns = weights.integer("group_size", 128)
     elif strategy == "block":
-        rows, columns = map(int, weights.numbers("block_structure", 2))
+        rows, columns = weights.integers("block_structure", 2)
     return StoredQuantization(
         format=f"compressed-tensors {stored}",
         layout="packed" if is_packed else "plain",

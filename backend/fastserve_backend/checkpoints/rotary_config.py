@@ -194,6 +194,9 @@ def _longrope(plain: list[float], rope: HFConfig, positions: int, trained: int) 
     factor = rope.number("factor", positions / trained)
     scale = rope.number("attention_factor", 0.0)
     if not scale:
+        if trained < 2:  # its logarithm would be 0
+            key = "original_max_position_embeddings"
+            raise ModelError(f"{rope.source}: {key} is {trained}, expected at least 2")
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     short, long = (
         tuple(map(truediv, plain, rope.numbers(name, len(plain))))

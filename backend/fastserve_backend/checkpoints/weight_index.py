@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path, PurePosixPath
 
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import check_file
 
 
 def read_weight_index(index: Path) -> dict[str, set[str]]:
@@ -16,12 +17,13 @@ def read_weight_index(index: Path) -> dict[str, set[str]]:
     file replaces.
 
     Raises:
-        ModelError: the file is no index, or it names a file outside its directory.
+        ModelError: the file is no index or too large, or it names a file outside its directory.
     """
     tensors: defaultdict[str, set[str]] = defaultdict(set)
     try:
+        check_file(index)
         entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is no index of weight files: {error!r}") from error
     for tensor, file in entries:
         if not isinstance(file, str) or not _is_below(PurePosixPath(file)):

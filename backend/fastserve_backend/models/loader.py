@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
-from fastserve_backend.checkpoints.gguf_index import INDEX_FILE
+from fastserve_backend.checkpoints.gguf_index import is_conversion
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.gguf_weights import gguf_tensors
@@ -68,8 +68,8 @@ def load_model(
     else:
         assert config.directory is not None  # only dummy configurations have no files
         directory = Path(config.directory)
-        is_gguf = (directory / INDEX_FILE).is_file()
-        source: WeightSource = gguf_tensors(directory) if is_gguf else checkpoint_tensors(directory)
+        read = gguf_tensors if is_conversion(directory) else checkpoint_tensors
+        source: WeightSource = read(directory)
         if (stored := config.stored_quantization) is not None:
             source = joined_weights(source, stored)
             reports = part.is_first and tensor.is_first

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.limits import SAFETENSORS_HEADER_BYTES, check
 from fastserve_backend.checkpoints.load_config import WEIGHT_FILES
 from fastserve_backend.checkpoints.weight_index import read_weight_index
 
@@ -32,6 +33,7 @@ DUMMY_STD = 0.02  # the standard deviation of OPT's initial weights
 # just over 2**24, the largest matrix of OPT-1.3B. A prime, so that larger ones do not repeat rows.
 _DUMMY_POOL = 16_777_259
 _CPU = torch.device("cpu")
+_HEADER_SIZE_BYTES = 8  # at the beginning of a safetensors file
 
 Shard = tuple[slice, ...]
 """A part of a tensor: slices of its first dimensions; () is the whole."""
@@ -259,6 +261,8 @@ def _file_tensors(file: Path) -> Iterator[StoredTensor]:
 
 
 def _safetensors(file: Path) -> Iterator[StoredTensor]:
+    with _damage_of(file):
+        _check_header_size(file)
     with _damage_of(file), safe_open(file, framework="pt", device="cpu") as tensors:
         described = []
         for name in tensors.keys():  # noqa: SIM118 - safe_open is not a dict
@@ -267,6 +271,14 @@ def _safetensors(file: Path) -> Iterator[StoredTensor]:
     for name, shape, dtype in described:
         read = partial(_read_safetensors, file, name)
         yield StoredTensor(name, shape, dtype, dtype.startswith(("F", "BF")), read)
+
+
+def _check_header_size(file: Path) -> None:
+    """The library checks the rest of a header: that types are known, that shapes fit the tensors'
+    bytes, and that these follow each other and end where the file ends."""
+    with file.open("rb") as opened:
+        num_bytes = int.from_bytes(opened.read(_HEADER_SIZE_BYTES), "little")
+    check(f"weight file {file}: its header's size in bytes", num_bytes, SAFETENSORS_HEADER_BYTES)
 
 
 def _read_safetensors(file: Path, name: str, shard: Shard) -> Tensor:

@@ -80,15 +80,26 @@ def cache_dir() -> Path:
     Raises:
         BuildError: it cannot be created, or others can write to it. Its files are loaded as code.
     """
-    folder = user_cache() / "fastserve" / "kernels"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BuildError(f"cache folder {folder} must be yours, and writable by you only")
+    root = user_cache() / "fastserve"
+    folder = root / "kernels"
+    for one in (root, folder):
+        try:
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
+            is_private = _is_private(one)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        if not is_private:
+            raise BuildError(
+                f"cache folder {one} must be yours, and writable by you only; run `chmod go-w "
+                f"{one}`, or set XDG_CACHE_HOME to another directory"
+            )
     return folder
+
+
+def _is_private(path: Path) -> bool:
+    """Whether this user owns the file or folder, and nobody else can write to it."""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def user_cache() -> Path:
@@ -121,13 +132,18 @@ def build() -> Path:
     _remove_leftovers(folder)
     target = folder / f"fastserve_kernels-{_build_key(compiler, flags, openmp)}.so"
     try:
-        if not target.exists():
+        if not _is_built(target):
             with _only_build_in(folder):
-                if not target.exists():  # now either
+                if not _is_built(target):  # now either
                     _make(target, compiler, flags, openmp)
     except OSError as error:
         raise _unusable(folder, error) from error
     return target
+
+
+def _is_built(target: Path) -> bool:
+    """Whether there is a library, and this user built it."""
+    return target.exists() and _is_private(target)
 
 
 @contextmanager
@@ -168,6 +184,7 @@ def _make(target: Path, compiler: str, flags: tuple[str, ...], openmp: Path | No
         with open(library, "rb") as built:
             # Loading half a library, left by a crash of the machine, would kill the process.
             os.fsync(built.fileno())
+        os.chmod(library, 0o700)  # whatever the user's mask is
         os.replace(library, target)
 
 

@@ -29,7 +29,12 @@ class DelayedMasks:
         self._due: dict[int, int] = {}
 
     def begin_job(
-        self, number: int, wanted: StructuredOutput, *, spells_specials: bool = False
+        self,
+        number: int,
+        wanted: StructuredOutput,
+        *,
+        spells_specials: bool = False,
+        tenant: str = "",
     ) -> None:
         assert number not in self._hashes
         self._hashes[number] = zlib.crc32(wanted.text.encode())

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
-from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, Mask, NewMasks
 from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 from fastserve_backend.job import Job
@@ -28,7 +28,7 @@ class MaskSource(Protocol):
     """Computes masks; ``grammars.client.GrammarClient`` describes the effects."""
 
     def begin_job(
-        self, number: int, wanted: StructuredOutput, *, spells_specials: bool
+        self, number: int, wanted: StructuredOutput, *, spells_specials: bool, tenant: str
     ) -> None: ...
 
     def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None: ...
@@ -69,16 +69,25 @@ class MaskedJobs:
         """Seconds for which the next step should wait for masks."""
         return max(0.0, self._wait_until_s - now) if self._awaited else 0.0
 
-    def add(self, job: Job) -> None:
-        """A new job: its first mask is requested, or is that of its rules."""
-        if job.params.structured_output is None:
+    def add(self, job: Job) -> NoNextToken | None:
+        """A new job: its first mask is requested, or is that of its rules. Returned is a job whose
+        tenant has too many grammars that wait."""
+        wanted = job.params.structured_output
+        if wanted is None:
             job.mask = None if job.rules is None else job.rules.allowed
-        else:
-            assert self._source is not None
-            self._jobs[job.number] = job
-            self._waiting.add(job.number)
-            wanted, skips = job.params.structured_output, job.params.skip_special_tokens
-            self._source.begin_job(job.number, wanted, spells_specials=not skips)
+            return None
+        assert self._source is not None
+        spells = not job.params.skip_special_tokens
+        try:
+            self._source.begin_job(
+                job.number, wanted, spells_specials=spells, tenant=job.service.tenant
+            )
+        except TenantLimitError as error:
+            job.refusal = error
+            return NoNextToken(job, str(error))
+        self._jobs[job.number] = job
+        self._waiting.add(job.number)
+        return None
 
     def on_token(self, job: Job) -> NoNextToken | None:
         """The job has a new token. If it needs another mask, ``request_masks`` follows. Returned is

@@ -96,7 +96,9 @@ class UnfinishedJobs:
         self.kv.on_arrival(job, self._clock.now())
         self._policy.add(job, self._clock.at(job.arrival_s))
         self._counters.on_job_added(job)
-        self._masked.add(job)
+        if (failed := self._masked.add(job)) is not None:
+            self.fail(failed.job, failed.error)
+            return
         self._fail_if_too_long(job)  # it may have been admitted before the ranks were replaced
 
     def on_prediction(self, number: int, num_tokens: int) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 
+from fastserve_backend.errors import OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.serving.responses import ResponseEncoder
 from fastserve_backend.serving.tensors import TensorMaker
@@ -266,6 +267,8 @@ class ResponseStream(RequestStream):
             return cancelled_error()
         if output.finish_reason is FinishReason.CANCELLED:
             return shut_down_error()
+        if isinstance(output.refusal, OverloadedError):
+            return RequestError(str(output.refusal), pb_utils.TritonError.UNAVAILABLE)
         if output.refusal is not None:
             return RequestError(str(output.refusal), pb_utils.TritonError.INVALID_ARG)
         if output.finish_reason is FinishReason.ERROR:

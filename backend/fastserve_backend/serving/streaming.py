@@ -231,6 +231,9 @@ class ResponseStream(RequestStream):
         self._queued = False
         if self._is_whole and not self._ended:
             return
+        if self._pending and not (self._cancelled or self._encoder.encode_prompt(self._pending[0])):
+            self._wake()  # the rest behind what others have to send
+            return
         outputs: list[JobOutput] = []
         output: JobOutput | None = None
         while self._pending and self._error is None:
@@ -328,7 +331,10 @@ class Emitter:
                 for number in range(max(1, self._inbox.qsize())):
                     stream = self._inbox.get(timeout=0.0 if number or unpolled else timeout_s)
                     if stream is None:
-                        return
+                        if self._inbox.empty():
+                            return
+                        self._inbox.put(None)  # behind streams that have more to send
+                        continue
                     self._guarded(stream, stream.emit)
             except queue.Empty:
                 pass

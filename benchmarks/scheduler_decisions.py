@@ -70,6 +70,9 @@ class LinearTimes:
     def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
         return 0.025 + 0.0001 * num_jobs
 
+    def score_s(self, num_tokens: int) -> float:
+        return 0.00015 * num_tokens
+
 
 @dataclass(frozen=True)
 class Load:

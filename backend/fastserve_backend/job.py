@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.job_trace import JobTrace
 from fastserve_backend.logprobs import PromptLogprobs, TokenLogprob
 from fastserve_backend.sampling_params import SamplingParams
@@ -81,9 +81,9 @@ class JobOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Why the job failed, if ``finish_reason`` is ERROR."""
-    refusal: InvalidRequestError | None = None
-    """Set if it failed because of its request, and the engine found out only after it was
-    accepted."""
+    refusal: InvalidRequestError | TenantLimitError | None = None
+    """Set if it failed because of its request or its tenant, and the engine found out only after it
+    was accepted."""
     stats: JobStats | None = None
     """Set with ``finish_reason``."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -167,7 +167,7 @@ class Job:
     mask: bytes | None = None
     """The tokens that may follow ``output_ids``, as bits (``Sampling.masks``); None: all may. With
     ``params.structured_output`` it is None until it has been computed."""
-    refusal: InvalidRequestError | None = None
+    refusal: InvalidRequestError | TenantLimitError | None = None
     """See ``JobOutput``."""
     prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
     """None: the job did not ask for them."""

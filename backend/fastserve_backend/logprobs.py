@@ -33,6 +33,8 @@ class PromptLogprobs:
     def __init__(self, prompt_ids: array[int], num_top: int) -> None:
         self.num_top = num_top
         """How many of the most likely tokens are listed at each place."""
+        self.num_latest = 0
+        """Rows of logits that the job's latest step computes for it."""
         self._prompt_ids = prompt_ids
         self._num_sent = self._num_known = 0
         self._scores: list[PromptScores] = []
@@ -52,7 +54,9 @@ class PromptLogprobs:
 
     def on_sent(self, num_computed: int) -> None:
         """A step was sent that computes the first ``num_computed`` tokens, or the last of them."""
-        self._num_sent = max(self._num_sent, min(num_computed, len(self._prompt_ids) - 1))
+        num_sent = max(self._num_sent, min(num_computed, len(self._prompt_ids) - 1))
+        self.num_latest = num_sent - self._num_sent
+        self._num_sent = num_sent
 
     def on_scores(self, scores: PromptScores) -> None:
         """A step has ended. Steps end in the order in which they were sent."""

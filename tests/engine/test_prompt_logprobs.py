@@ -93,6 +93,22 @@ def test_chunks_and_preemption(
             assert llm.engine.counters.recomputed_jobs > 0
 
 
+def test_chunks_are_smaller_where_log_probabilities_are_wanted(
+    checkpoint: Path, tokenizer: Path, prompts: list[list[int]]
+) -> None:
+    """At first they are taken to cost as much as the tokens."""
+    (prompt,) = (one for one in prompts if len(one) == 200)
+    with small_engine(checkpoint, tokenizer, prefill_chunk_tokens=40) as llm:
+        counts = []
+        for wanted in (None, TOP):
+            before = llm.engine.counters.iterations
+            llm.generate([prompt], scoring(prompt_logprobs=wanted), progress=False)
+            counts.append(llm.engine.counters.iterations - before)
+    plain, scored = counts
+    assert plain == 5
+    assert scored > 6
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_model_of_the_llama_family(tmp_path: Path, tokenizer: Path, window: int | None) -> None:
     torch.manual_seed(5)

@@ -11,6 +11,8 @@ from collector import Collector, Trigger
 from engine_ranks import rank_hold
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import ConfigError, InvalidRequestError, TenantLimitError
+from fastserve_backend.grammars.client import MAX_WAITING
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, JobOutput, ServiceLevel
 from live_engine import small_engine
 from waiting import wait_for
@@ -102,6 +104,40 @@ def test_a_tenant_at_its_limit_is_refused_and_others_are_served(
         assert 60 < refused.value.retry_after_s < 60 * (2 * 210 - 100 + 1) / 100
         submit("b", [5] * 10, SHORT, sinks[3], service=PERSON)
         sinks[3].wait()
+
+
+def test_a_flood_of_grammars_is_no_queue_for_others(checkpoint: Path, tokenizer: Path) -> None:
+    def asking(**wanted: object) -> SamplingParams:
+        return SamplingParams(max_tokens=8, structured_output=StructuredOutput(**wanted))
+
+    # Each is refused after a second of a processor.
+    parts = [{"type": "integer", "multipleOf": number} for number in (9973, 9967, 9949, 9941)]
+    with small_engine(checkpoint, tokenizer) as llm:
+        engine = llm.engine
+        flood = [Collector() for _ in range(MAX_WAITING)]
+        numbers = [
+            engine.submit(
+                "flood",
+                [5],
+                asking(json_schema={"title": str(number), "allOf": parts}),
+                sink,
+                service=FLOOD,
+            )
+            for number, sink in enumerate(flood)
+        ]
+        person = Collector()
+        engine.submit("person", [5], asking(choice=["yes", "no"]), person, service=PERSON)
+        assert person.wait().finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        checked = [one for one in flood if one.end and "too complex" in (one.end.error or "")]
+        refused = [one.end.refusal for one in flood if one.end and one not in checked]
+        assert len(checked) < 4
+        assert len(refused) >= MAX_WAITING // 5 - len(checked)
+        assert all(isinstance(error, TenantLimitError) for error in refused)
+        assert "grammars that may wait to be compiled; try again in 1 s" in str(refused[0])
+        for number in numbers:
+            engine.cancel(number)
+        for sink in flood:
+            sink.wait()
 
 
 def test_only_tenants_of_the_file_are_served(

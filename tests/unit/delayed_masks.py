@@ -36,6 +36,7 @@ class DelayedMasks:
         output_ids: array[int],
         *,
         spells_specials: bool = False,
+        tenant: str = "",
     ) -> None:
         assert number not in self._hashes
         assert not output_ids

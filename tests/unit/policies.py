@@ -69,6 +69,9 @@ class LinearTimes:
     def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
         return 1.0
 
+    def score_s(self, num_tokens: int) -> float:
+        return num_tokens * self.token_s
+
 
 TIMES = LinearTimes()
 

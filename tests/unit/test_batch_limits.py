@@ -99,6 +99,22 @@ def test_the_chunk_that_delays_jobs_least(num_prompts: int, num_decodes: int, si
     assert delay(size) == min(map(delay, seconds))
 
 
+@pytest.mark.parametrize("keys", [{"slo_ms": 300}, {"prefill_chunk_tokens": 512}], ids=str)
+def test_with_log_probabilities_a_chunk_takes_no_longer(keys: dict[str, Any]) -> None:
+    machine = Machine(overhead_s=0.005)
+    wanted = limits(machine, **keys)
+    sizes = wanted.chunk_sizes.seconds if wanted.chunk_sizes else [512]
+    assert set(wanted.scored_chunks) == set(sizes)
+    for size, scored in wanted.scored_chunks.items():
+        for more in (0, 1):
+            num_tokens = scored + more
+            seconds = machine.prefill_s(num_tokens) + machine.score_s(num_tokens)
+            assert (seconds <= machine.prefill_s(size)) == (more == 0), size
+    auto = limits(machine, slo_ms=300)
+    assert auto.for_load(1, 1).scored_chunks == auto.scored_chunks
+    assert limits(prefill_chunk_tokens="whole").scored_chunks == {}
+
+
 def test_an_iteration_takes_the_chunk_of_its_load() -> None:
     auto = limits(Machine(overhead_s=0.005))
     assert auto.chunk_sizes is not None

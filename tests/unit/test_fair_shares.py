@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place, ServiceLevel
+from fastserve_backend.logprobs import PromptLogprobs
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
 from fastserve_backend.scheduler.fair_shares import FairShares
@@ -213,6 +214,19 @@ def test_a_skipped_place_is_skipped_for_tenants_that_come_later() -> None:
     assert first.place is Place.NOWHERE
     assert [job.place for job in rest] == [Place.DEVICE] * 3
     assert len({job.service.tenant for job in rest}) == 3
+
+
+def test_log_probabilities_of_a_prompt_are_charged_once() -> None:
+    costs = TokenCosts.of(BatchLimits(4, 1000, 100), TIMES, 1000)
+    plain, scoring = make_job(0, 60), make_job(1, 60)
+    scoring.prompt_logprobs = PromptLogprobs(scoring.prompt_ids, 5)
+    charged: dict[int, list[float]] = {}
+    for job in (plain, scoring, scoring):
+        job.num_computed = 0
+        job.on_sent(60)
+        charged.setdefault(job.number, []).append(costs.seconds(job, 60))
+        job.num_pending = 0
+    assert charged == {0: [60.0], 1: [60.0 + 59.0, 60.0]}  # a second for either
 
 
 @pytest.mark.slow

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import Job, Place
+from fastserve_backend.logprobs import PromptLogprobs
 from fastserve_backend.offers import TAKEN, OfferAnswer, OfferOutcome
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from hypothesis import given
+from hypothesis import strategies as st
 from jobs import make_job, run_iteration
 from policies import POLICIES, UNLIMITED, Listed, make_policy, select
 
@@ -23,6 +26,47 @@ def prefills(*prompt_lens: int) -> list[Job]:
 
 def decodes(first: int, count: int) -> list[Job]:
     return [make_job(number, 8, computed=True) for number in range(first, first + count)]
+
+
+def scoring(number: int, prompt_len: int) -> Job:
+    """A job that asks for the log-probabilities of its prompt."""
+    job = make_job(number, prompt_len)
+    job.prompt_logprobs = PromptLogprobs(job.prompt_ids, 5)
+    return job
+
+
+def test_log_probabilities_of_a_prompt_take_tokens_of_the_chunk() -> None:
+    limits = BatchLimits(9, 2000, 100, scored_chunks={100: 40})
+    assert fill([scoring(0, 500), make_job(1, 70)], limits) == [(0, 40)]
+    assert fill([make_job(0, 50), scoring(1, 500)], limits) == [(0, 50), (1, 20)]
+    assert fill([scoring(0, 21), make_job(1, 70)], limits) == [(0, 21), (1, 47)]
+    assert fill([make_job(0, 99), scoring(1, 500), make_job(2, 70)], limits) == [(0, 99), (1, 1)]
+    scored = scoring(0, 500)
+    scored.on_sent(500)
+    scored.num_computed = 0  # it lost its KV, and computes only that again
+    assert fill([scored], limits) == [(0, 100)]
+    # An iteration without chunks has no bound either.
+    assert fill([scoring(0, 500)], BatchLimits(9, 2000)) == [(0, 500)]
+
+
+@given(data=st.data(), chunk=st.integers(1, 300), num_jobs=st.integers(1, 6))
+def test_a_chunk_with_log_probabilities_takes_no_longer_than_one_without(
+    data: st.DataObject, chunk: int, num_jobs: int
+) -> None:
+    scored = data.draw(st.integers(1, chunk))
+    limits = BatchLimits(9, 2000, chunk, scored_chunks={chunk: scored})
+    jobs = [
+        (scoring if data.draw(st.booleans()) else make_job)(n, data.draw(st.integers(2, 400)))
+        for n in range(num_jobs)
+    ]
+    batch = fill_batch(Listed(jobs), limits, (), UNLIMITED)
+    used = [tokens * limits.price_of(job) for job, tokens in batch]
+    assert batch
+    assert sum(used[:-1]) < chunk
+    last = batch[-1].num_tokens
+    assert sum(used) <= chunk + 1e-6 or last == 1  # the rest of a chunk pays for one token
+    if isinstance(jobs[0].prompt_logprobs, PromptLogprobs):
+        assert batch[0].num_tokens == min(scored, jobs[0].num_uncomputed)
 
 
 def test_jobs_are_taken_in_order_up_to_the_most_jobs() -> None:

@@ -3,6 +3,7 @@ grammars."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import random
@@ -16,7 +17,8 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from fastserve_backend.grammars.client import GrammarClient
+from fastserve_backend.errors import TenantLimitError
+from fastserve_backend.grammars.client import MAX_WAITING, GrammarClient
 from fastserve_backend.grammars.compiler import (
     Compiler,
     GrammarError,
@@ -297,6 +299,43 @@ class TestProcess:
         assert refused.number == 1
         assert "too complex" in refused.reason
         assert asker.process() == process
+
+    def test_a_tenants_flood_of_grammars_is_no_queue_for_others(self, asker: Asker) -> None:
+        schema = HOSTILE["time"]["json_schema"]
+        for number in range(5):
+            wanted = StructuredOutput(json_schema={"title": str(number), **schema})
+            asker.client.begin_job(number, wanted, tenant="flood")
+        asker.client.begin_job(5, StructuredOutput(choice=["yes"]), tenant="other")
+        answers = [asker.answer() for _ in range(6)]
+        [place] = [n for n, answer in enumerate(answers) if isinstance(answer, NewMasks)]
+        assert place < 4
+
+    def test_a_tenant_takes_no_place_that_others_need(
+        self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        program = tmp_path / "program"  # it never answers
+        program.write_text("#!/bin/sh\nexec cat > /dev/null\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(helper_process, "python_executable", lambda: str(program))
+        numbers = itertools.count()
+
+        def begin(tenant: str, text: str) -> int:
+            number = next(numbers)
+            asker.client.begin_job(number, StructuredOutput(choice=[text]), tenant=tenant)
+            return number
+
+        num_flood = MAX_WAITING * 4 // 5
+        flood = [begin("flood", str(n)) for n in range(num_flood + 1)]
+        message = f"tenant 'flood' has {num_flood + 1} of the {MAX_WAITING} grammars that may wait"
+        for _ in range(2):
+            with pytest.raises(TenantLimitError, match=message):
+                begin("flood", "one more")
+        begin("flood", "0")  # it waits already
+        others = [begin("other", str(n)) for n in range(10)]
+        asker.client.end_job(flood[1])
+        for number in others:
+            asker.client.end_job(number)
+        begin("flood", "one more")
 
     def test_what_is_no_grammar_is_refused_with_a_reason(self, asker: Asker) -> None:
         for number, (wanted, reason) in enumerate(

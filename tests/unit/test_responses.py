@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -53,6 +54,33 @@ def test_what_the_first_response_says_about_the_prompt() -> None:
         part | {"logprob": -0.5, "rank": 1, "top": top},
     ]
     assert dict(encoder.encode([JobOutput("b", (8,))]).more) == {}
+
+
+def test_a_long_prompt_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens, num_top = 1000, 20
+    request = decode_request(
+        {"input_ids": np.full(num_tokens, 7, np.int32), "return_prompt_logprobs": np.array([True])},
+        json.dumps({"prompt_logprobs": num_top}),
+    )
+    prompt_ids = array("i", [7] * num_tokens)
+    known = PromptLogprobs(prompt_ids, num_top)
+    tops = np.full((num_tokens - 1, num_top), 7, np.int32)
+    alone = np.ones(num_tokens - 1, np.int32).tobytes()
+    known.on_scores(PromptScores(alone, alone, tops.tobytes(), tops.tobytes()))
+    spelled = Counter[int]()
+    monkeypatch.setattr(TOKENIZER, "token_bytes", lambda token: spelled.update([token]) or b"a")
+    encoder = ResponseEncoder(request, "", prompt_ids, WallClock(MonotonicClock()), TOKENIZER)
+    output = JobOutput("a", (7,), prompt_logprobs=known)
+    pieces = []
+    while not encoder.encode_prompt(output):
+        pieces.append(spelled.total())
+        spelled.clear()
+    assert len(pieces) > 20
+    assert max(pieces) < 1000  # of 20,979 tokens
+    (encoded,) = dict(encoder.encode([output]).more).values()
+    entries = json.loads(encoded[0])
+    assert len(entries) == num_tokens
+    assert [len(entry["top"]) for entry in entries[1:]] == [num_top] * (num_tokens - 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])

@@ -81,6 +81,9 @@ def test_the_context_grows_while_a_job_decodes() -> None:
         def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
             return num_jobs * self.decode_s(context_tokens)
 
+        def score_s(self, num_tokens: int) -> float:
+            return 1.0 * num_tokens
+
     policy = Speculative(one_job(), quanta(longest=1000.0, base_s=lambda: 141.0), Growing(), HARDLY)
     # A context of 11, then 12 to 19, of which 16 is a middle one: 11 + 8 · 16 = 139 s.
     job = make_job(0, 10, predicted_tokens=10, computed=True)

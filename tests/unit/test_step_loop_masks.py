@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import Mock
 
 import pytest
 from delayed_masks import DelayedMasks
+from fastserve_backend.errors import TenantLimitError
 from fastserve_backend.grammars.messages import Mask, NewMasks
 from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job
@@ -90,6 +92,19 @@ def test_a_job_whose_mask_there_is_not_ends_alone(is_refused: bool, num_tokens: 
     assert (bound.refusal is not None) == is_refused
     rig.run()
     assert len(free.output_ids) == 9
+    assert rig.pool.num_used == 0
+
+
+def test_a_job_of_a_tenant_with_too_many_grammars_ends_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = rig_of()
+    free, bound = make_job(0, 3, max_tokens=9), bound_job(1)
+    error = TenantLimitError("", "has 9 of 9", 1.0)
+    monkeypatch.setattr(rig.masks, "begin_job", Mock(side_effect=error))
+    rig.run([free, bound])
+    assert rig.ends == [(1, FinishReason.ERROR), (0, FinishReason.LENGTH)]
+    assert bound.refusal is error
     assert rig.pool.num_used == 0
 
 

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
-from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, Mask, NewMasks
 from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 from fastserve_backend.job import Job
@@ -35,6 +35,7 @@ class MaskSource(Protocol):
         output_ids: array[int],
         *,
         spells_specials: bool,
+        tenant: str,
     ) -> None: ...
 
     def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None: ...
@@ -77,15 +78,27 @@ class MaskedJobs:
 
     def add(self, job: Job) -> NoNextToken | None:
         """A new job: its first mask is requested, or is that of its rules. Returned is a job whose
-        rules allow no token after its earlier ones."""
-        if job.params.structured_output is None:
+        rules allow no token after its earlier ones, or whose tenant has too many grammars that
+        wait."""
+        wanted = job.params.structured_output
+        if wanted is None:
             job.mask = None if job.rules is None else job.rules.allowed
             return _without_choice(job)
         assert self._source is not None
+        spells = not job.params.skip_special_tokens
+        try:
+            self._source.begin_job(
+                job.number,
+                wanted,
+                job.answer_ids,
+                spells_specials=spells,
+                tenant=job.service.tenant,
+            )
+        except TenantLimitError as error:
+            job.refusal = error
+            return NoNextToken(job, str(error))
         self._jobs[job.number] = job
         self._waiting.add(job.number)
-        wanted, skips = job.params.structured_output, job.params.skip_special_tokens
-        self._source.begin_job(job.number, wanted, job.answer_ids, spells_specials=not skips)
         return None
 
     def on_token(self, job: Job) -> NoNextToken | None:

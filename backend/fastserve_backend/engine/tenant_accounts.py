@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from fastserve_client import protocol
 
 from fastserve_backend.config_sections import TenantsSection
+from fastserve_backend.dynamic_threshold import may_take_place
 from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.job import Job
 
-# Tenants with jobs may hold so many jobs for each free place in the queue, divided by their
-# weights. One that floods the server holds 4/5 of the queue then, and the rest stays free.
-_JOBS_A_FREE_PLACE = 4
 # Under load a job ends, and makes room for another one, about once in this time.
 _JOB_END_S = 1.0
 
@@ -33,17 +31,9 @@ class _Account:
 class TenantAccounts:
     """Counts each tenant's unfinished jobs and tokens, and refuses what exceeds its limits.
 
-    **Queue**: a tenant with n jobs gets another one only if ``n < 4 · share · free``. Its share is
-    its weight over the weights of all tenants with jobs, and ``free`` is the number of free places
-    in the queue. (This is a dynamic threshold: Choudhury and Hahne, IEEE/ACM Transactions on
-    Networking 6 (2), 1998.) Two things follow:
-
-    * A tenant without jobs gets one unless the queue is full.
-    * A tenant with n jobs leaves at least n / 4 - 1 places free when it gets another one. So none
-      with 4 jobs or more takes the last place.
-
-    The rule holds once the server knows a tenant by name. Before, requests without a tenant may
-    fill the queue.
+    **Queue**: a tenant gets another place as ``may_take_place`` says. Its share is its weight over
+    the weights of all tenants with jobs. The rule holds once the server knows a tenant by name.
+    Before, requests without a tenant may fill the queue.
 
     **Tokens**: a bucket holds the tokens of a minute, and is refilled at that rate. A prompt is
     charged when its job is accepted, and output as it comes. A job is accepted if the bucket has
@@ -126,8 +116,7 @@ class TenantAccounts:
             raise TenantLimitError(name, reason, _JOB_END_S)
         total_weight = self._total_weight + (0.0 if account.jobs else account.weight)
         share = min(1.0, account.weight / total_weight)  # sums of weights are rounded
-        most = _JOBS_A_FREE_PLACE * num_free * share
-        if self._shares_queue and num_jobs and num_jobs >= most:
+        if self._shares_queue and not may_take_place(num_jobs, num_free, share):
             reason = f"has {num_jobs} of the {self._max_queued} requests that the server takes"
             raise TenantLimitError(name, reason, _JOB_END_S)
 

@@ -10,6 +10,8 @@ import contextlib
 import os
 import resource
 import signal
+import time
+from typing import NamedTuple
 
 from fastserve_backend.grammars.compiler import Compiler, GrammarError
 
@@ -24,6 +26,19 @@ _TOO_MUCH = (
 )
 
 
+# A fork that computes gets its second in this time, also beside many other processes.
+DEADLINE_S = 30.0
+
+
+class Verdict(NamedTuple):
+    """What a check has found."""
+
+    reason: str | None
+    """Why the grammar cannot be compiled; None: it can."""
+    used_s: float
+    """Processor time of the fork."""
+
+
 class Check:
     """A fork that compiles one grammar.
 
@@ -31,6 +46,8 @@ class Check:
     """
 
     def __init__(self, compiler: Compiler, kind: str, text: str) -> None:
+        self.due_s = time.monotonic() + DEADLINE_S
+        """When to give up, as ``time.monotonic`` counts."""
         self._result, write_end = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
@@ -41,12 +58,17 @@ class Check:
         """A descriptor that becomes readable when the fork has ended."""
         return self._result
 
-    def reason(self) -> str | None:
-        """Wait for the fork, once. Returns why the grammar cannot be compiled; None: it can."""
+    def kill(self) -> None:
+        """End the fork, which then has compiled nothing."""
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> Verdict:
+        """Wait for the fork, once."""
         with open(self._result, "rb") as file:
             said = file.read().decode()
-        os.waitpid(self._pid, 0)
-        return _TOO_MUCH if not said else said.removeprefix(_VERDICT) or None
+        _, _, usage = os.wait4(self._pid, 0)
+        reason = _TOO_MUCH if not said else said.removeprefix(_VERDICT) or None
+        return Verdict(reason, usage.ru_utime + usage.ru_stime)
 
 
 def _data_bytes() -> int:

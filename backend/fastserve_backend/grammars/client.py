@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fastserve_backend.dynamic_threshold import may_take_place
+from fastserve_backend.errors import TenantLimitError
 from fastserve_backend.grammars.messages import (
     AcceptTokens,
     BeginJob,
@@ -27,8 +29,12 @@ from fastserve_backend.grammars.messages import (
 from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.system.helper_process import HelperProcess
 
-# Grammars that the process has not compiled yet, at most: they may be 64 KiB each.
-_MAX_BEGINNING = 32
+# Different grammars that wait to be compiled, at most: they may be 64 KiB each.
+MAX_WAITING = 256
+# A second of processor time compiles one of the most expensive grammars.
+_RETRY_S = 1.0
+# Jobs that begin wait while so many bytes wait to be sent: many jobs may have the same grammar.
+_MAX_UNSENT_BYTES = 4 << 20
 # A process that owes an answer and is silent for so long has lost its way. Far above what compiling
 # a few grammars takes beside ranks that use all cores.
 ANSWER_TIMEOUT_S = 60.0
@@ -39,14 +45,15 @@ _MAX_DEATHS = 2
 class _Job:
     wanted: StructuredOutput
     spells_specials: bool
+    tenant: str
     output_ids: array[int] = field(default_factory=lambda: array("i"))
     asked_s: float | None = None
     """Since when it waits for an answer, to ``BeginJob`` or to its last token; None: it does
     not."""
     is_sent: bool = False
     """The running process knows of it."""
-    is_beginning: bool = False
-    """It has no answer to ``BeginJob`` yet."""
+    has_begun: bool = False
+    """It has had an answer to ``BeginJob``."""
     num_deaths: int = 0
     """How many processes died while they owed it an answer."""
 
@@ -73,7 +80,8 @@ class GrammarClient(HelperProcess[FromGrammars]):
         # The lock guards all that follows.
         self._jobs: dict[int, _Job] = {}
         self._unsent: deque[int] = deque()  # jobs that the process is to begin
-        self._num_beginning = 0
+        self._waiting: dict[str, Counter[str]] = {}
+        """By tenant: the texts of its jobs that have not begun, and how many jobs have each."""
         self._has_vocabulary = False  # the process: it takes jobs
 
     def begin_job(
@@ -83,16 +91,21 @@ class GrammarClient(HelperProcess[FromGrammars]):
         output_ids: array[int] | None = None,
         *,
         spells_specials: bool = False,
+        tenant: str = "",
     ) -> None:
         """Ask for the mask of a new job's next token.
 
         Args:
             output_ids: the output that it has already; None: none.
             spells_specials: the job's special tokens have text, so that the grammar may allow them.
+
+        Raises:
+            TenantLimitError: too many different grammars of the tenant wait to be compiled.
         """
         with self.lock:
-            job = _Job(wanted, spells_specials, array("i", output_ids or ()), time.monotonic())
-            self._jobs[number] = job
+            self._take_place(tenant, wanted.text)
+            output = array("i", output_ids or ())
+            self._jobs[number] = _Job(wanted, spells_specials, tenant, output, time.monotonic())
             self._unsent.append(number)
             self._send_unsent()
             self.start()
@@ -122,37 +135,65 @@ class GrammarClient(HelperProcess[FromGrammars]):
             job = self._jobs.pop(number, None)
             if job is None:
                 return
+            self._leave_place(job)
             if job.is_sent:
                 self.send(EndJob(number))
-                self._end_beginning(job)
             else:
                 self._unsent.remove(number)
 
     def close(self) -> None:
         """End the process; idempotent. No job is told of it."""
         with self.lock:
-            self._jobs.clear()
-            self._unsent.clear()
+            self._forget_all()
         self.stop(0.0)
 
     # --- With the lock held -------------------------------------------------------------------
 
     def _send_unsent(self) -> None:
-        while self._has_vocabulary and self._unsent and self._num_beginning < _MAX_BEGINNING:
+        while self._has_vocabulary and self._unsent and self.num_unsent_bytes < _MAX_UNSENT_BYTES:
             number = self._unsent[0]
             job = self._jobs[number]
-            kind, text, output = job.wanted.kind, job.wanted.text, job.output_ids.tobytes()
-            begin = BeginJob(number, kind, text, output, job.spells_specials)
+            begin = BeginJob(
+                number,
+                job.wanted.kind,
+                job.wanted.text,
+                job.output_ids.tobytes(),
+                job.spells_specials,
+                job.tenant,
+            )
             if not self.send(begin):
                 return  # it has died, and ``on_ended`` follows
             self._unsent.popleft()
-            job.is_sent = job.is_beginning = True
-            self._num_beginning += 1
+            job.is_sent = True
 
-    def _end_beginning(self, job: _Job) -> None:
-        self._num_beginning -= job.is_beginning
-        job.is_beginning = False
-        self._send_unsent()
+    def _take_place(self, tenant: str, text: str) -> None:
+        """Raises TenantLimitError."""
+        waiting = self._waiting.setdefault(tenant, Counter())
+        if text not in waiting:
+            num_free = MAX_WAITING - sum(map(len, self._waiting.values()))
+            if not may_take_place(len(waiting), num_free, 1 / len(self._waiting)):
+                held = f"{len(waiting)} of the {MAX_WAITING} grammars that may wait to be compiled"
+                if not waiting:
+                    del self._waiting[tenant]
+                raise TenantLimitError(tenant, f"has {held}", _RETRY_S)
+        waiting[text] += 1
+
+    def _leave_place(self, job: _Job) -> None:
+        """The job has begun, or has ended."""
+        if job.has_begun:
+            return
+        job.has_begun = True
+        waiting = self._waiting[job.tenant]
+        waiting[job.wanted.text] -= 1
+        if not waiting[job.wanted.text]:
+            del waiting[job.wanted.text]
+        if not waiting:
+            del self._waiting[job.tenant]
+
+    def _forget_all(self) -> None:
+        self._jobs.clear()
+        self._unsent.clear()
+        self._waiting.clear()
 
     def is_needed(self) -> bool:
         return bool(self._jobs)
@@ -177,7 +218,8 @@ class GrammarClient(HelperProcess[FromGrammars]):
                 if job is not None:
                     if num_tokens in (None, len(job.output_ids)):
                         job.asked_s = None
-                    self._end_beginning(job)
+                    self._leave_place(job)
+            self._send_unsent()
         self._on_answer(message)
 
     def on_ended(self) -> None:
@@ -186,19 +228,17 @@ class GrammarClient(HelperProcess[FromGrammars]):
             self._has_vocabulary = False
             for job in self._jobs.values():
                 job.num_deaths += job.is_sent and job.asked_s is not None
-                job.is_sent = job.is_beginning = False
+                job.is_sent = False
             failed = [n for n, job in self._jobs.items() if job.num_deaths == _MAX_DEATHS]
             for number in failed:
-                del self._jobs[number]
-            self._num_beginning = 0
+                self._leave_place(self._jobs.pop(number))
             self._unsent = deque(self._jobs)
         self._fail(failed, "the process that checks outputs died at it")
 
     def on_restart_refused(self, limit: str) -> None:
         with self.lock:
             failed = list(self._jobs)
-            self._jobs.clear()
-            self._unsent.clear()
+            self._forget_all()
         self._fail(failed, f"the process that checks outputs failed: {limit}")
 
     def _fail(self, numbers: Sequence[int], reason: str) -> None:

@@ -25,6 +25,8 @@ class BeginJob(msgspec.Struct, tag="begin", array_like=True):
     output_ids: bytes  # int32: the tokens that the job has already
     spells_specials: bool
     """Whether the job's special tokens have text, so that the grammar may allow them."""
+    tenant: str
+    """Who pays for the check, if the grammar is not known yet."""
 
 
 class AcceptTokens(msgspec.Struct, tag="accept", array_like=True):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from llguidance import LLMatcher
 
 from fastserve_backend.grammars.check import Check
+from fastserve_backend.grammars.check_queue import CheckQueue
 from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept
 from fastserve_backend.grammars.messages import (
     AcceptTokens,
@@ -28,8 +29,8 @@ from fastserve_backend.system.packets import Packets
 
 # Compiled grammars that are kept: clients mostly send the same few again and again.
 _MAX_KNOWN = 64
-# Grammars that are checked at the same time, so that quick ones pass a slow one.
-_MAX_CHECKS = 2
+# Grammars that are checked at the same time: two of one tenant, so that quick ones pass a slow one.
+_MAX_CHECKS = 3
 # Processor time for one mask; other jobs wait meanwhile, and at each token again. Schemas with
 # hundreds of properties take a tenth of it. Very ambiguous grammars would take ten times as much
 # before they exceed other limits.
@@ -38,6 +39,8 @@ _MOST_MASK_S = 0.05
 # at most, and the whole may take so much processor time.
 _RESUME_SLICE_S = 0.002
 _MOST_RESUME_S = 10.0
+# How often the process looks whether a check is overdue.
+_CHECK_DEADLINES_MS = 1000.0
 # How long a mask that is ready waits for others, to be sent with them.
 _MASKS_TOGETHER_S = 0.001
 
@@ -94,6 +97,12 @@ class _Job:
         return mask
 
 
+class _StartedCheck(NamedTuple):
+    tenant: str
+    grammar: _Grammar
+    check: Check
+
+
 class GrammarLoop:
     """Serves one engine. The process has a single thread, because it forks.
 
@@ -111,25 +120,31 @@ class GrammarLoop:
         """Jobs that have not accepted all output with which they begin."""
         self._known: OrderedDict[_Grammar, LLMatcher | str] = OrderedDict()
         """Grammars used last: the matcher to copy, or the reason why there is none."""
-        self._waiting: dict[_Grammar, list[BeginJob]] = {}
-        """Jobs that wait for a grammar to be checked."""
-        self._unchecked: deque[_Grammar] = deque()
-        self._checks: dict[int, tuple[_Grammar, Check]] = {}
+        self._waiting: dict[_Grammar, dict[int, bytes]] = {}
+        """Jobs that wait for a grammar to be checked: numbers, and the tokens that they have."""
+        self._unchecked: CheckQueue[_Grammar] = CheckQueue(_MAX_CHECKS)
+        self._checks: dict[int, _StartedCheck] = {}
 
     def run(self) -> None:
         """Raises OSError: the engine is gone."""
         while True:
             poller = select.poll()
             poller.register(self._engine, self._engine.events)
-            for check in self._checks:
-                poller.register(check, select.POLLIN)
-            ready = {fileno for fileno, _ in poller.poll(0 if self._resuming else None)}
+            for fileno in self._checks:
+                poller.register(fileno, select.POLLIN)
+            timeout_ms = 0 if self._resuming else _CHECK_DEADLINES_MS if self._checks else None
+            ready = {fileno for fileno, _ in poller.poll(timeout_ms)}
             if self._engine.fileno() in ready:
                 self._engine.flush()
                 for message in self._engine.receive():
                     self._take(message)
-            for fileno in ready & self._checks.keys():
-                self._end_check(fileno)
+            ended = ready & self._checks.keys()
+            if ended:  # one, because compiling it may keep the jobs that go on waiting
+                self._end_check(min(ended, key=lambda fileno: self._checks[fileno].check.due_s))
+            now = time.monotonic()
+            for _, _, check in self._checks.values():
+                if now > check.due_s:
+                    check.kill()
             if self._resuming:
                 self._resume(self._resuming.popleft())
 
@@ -141,8 +156,8 @@ class GrammarLoop:
         elif isinstance(message, EndJob):
             self._jobs.pop(message.number, None)
             self._resuming = deque(job for job in self._resuming if job.number != message.number)
-            for begins in self._waiting.values():
-                begins[:] = [begin for begin in begins if begin.number != message.number]
+            for jobs in self._waiting.values():
+                jobs.pop(message.number, None)
         else:
             assert isinstance(message, Vocabulary)
             self._vocabulary = message
@@ -153,38 +168,41 @@ class GrammarLoop:
         grammar = _Grammar(begin.kind, begin.text, begin.spells_specials)
         if grammar in self._known:
             self._known.move_to_end(grammar)
-            self._start(begin, self._known[grammar])
+            self._start(begin.number, begin.output_ids, grammar)
         elif grammar in self._waiting:
-            self._waiting[grammar].append(begin)
+            self._waiting[grammar][begin.number] = begin.output_ids
         else:
-            self._waiting[grammar] = [begin]
-            self._unchecked.append(grammar)
-            self._check_next()
+            self._waiting[grammar] = {begin.number: begin.output_ids}
+            self._unchecked.add(begin.tenant, grammar)
+            self._start_checks()
 
-    def _check_next(self) -> None:
-        while self._unchecked and len(self._checks) < _MAX_CHECKS:
-            grammar = self._unchecked.popleft()
+    def _start_checks(self) -> None:
+        while (following := self._unchecked.start_next()) is not None:
+            tenant, grammar = following
             if self._waiting[grammar]:
                 compiler = self._compiler(spells_specials=grammar.spells_specials)
                 check = Check(compiler, grammar.kind, grammar.text)
-                self._checks[check.fileno()] = grammar, check
+                self._checks[check.fileno()] = _StartedCheck(tenant, grammar, check)
             else:
                 del self._waiting[grammar]  # its jobs were cancelled
+                self._unchecked.on_end(tenant, 0.0)
 
     def _end_check(self, fileno: int) -> None:
-        grammar, check = self._checks.pop(fileno)
-        reason = check.reason()
+        tenant, grammar, check = self._checks.pop(fileno)
+        reason, used_s = check.wait()
+        compiles_s = time.thread_time()
         try:
             compiler = self._compiler(spells_specials=grammar.spells_specials)
             known = compiler.compile(grammar.kind, grammar.text) if reason is None else reason
         except GrammarError as error:
             known = str(error)
+        self._unchecked.on_end(tenant, used_s + time.thread_time() - compiles_s)
         self._known[grammar] = known
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
-        for begin in self._waiting.pop(grammar):
-            self._start(begin, known)
-        self._check_next()
+        for number, output_ids in self._waiting.pop(grammar).items():
+            self._start(number, output_ids, grammar)
+        self._start_checks()
 
     def _compiler(self, *, spells_specials: bool) -> Compiler:
         compiler = self._compilers.get(spells_specials)
@@ -197,12 +215,14 @@ class GrammarLoop:
             self._compilers[spells_specials] = compiler
         return compiler
 
-    def _start(self, begin: BeginJob, known: LLMatcher | str) -> None:
+    def _start(self, number: int, output_ids: bytes, grammar: _Grammar) -> None:
+        """Start a job whose grammar is known."""
+        known = self._known[grammar]
         if isinstance(known, str):
-            self._engine.send(GrammarRefused(begin.number, known))
+            self._engine.send(GrammarRefused(number, known))
             return
-        compiler = self._compiler(spells_specials=begin.spells_specials)
-        self._resume(_Job(begin.number, compiler, known.deep_copy(), array("i", begin.output_ids)))
+        compiler = self._compiler(spells_specials=grammar.spells_specials)
+        self._resume(_Job(number, compiler, known.deep_copy(), array("i", output_ids)))
 
     def _resume(self, job: _Job) -> None:
         try:

@@ -50,6 +50,10 @@ class IterationLoad:
         )
 
 
+# The cost of a prompt token is that in a prefill of so many, where no fixed cost counts much.
+_MANY_TOKENS = 256
+
+
 class LatencyModel(ABC):
     """Predicts iteration times: the job profiler of FastServe §4.1."""
 
@@ -72,3 +76,13 @@ class LatencyModel(ABC):
         """Seconds of an iteration that decodes ``num_jobs`` jobs, each attending to
         ``context_tokens``."""
         return self.iteration_s(IterationLoad.of([(context_tokens - 1, 1, True)] * num_jobs))
+
+    def score_s(self, num_tokens: int) -> float:
+        """Seconds that the log-probabilities of so many prompt tokens take, beside the tokens.
+
+        No profile measures it. It counts as much as the tokens, which is about right for a small
+        model with a large vocabulary, and too much for a large model. It is not learned while
+        serving: beside other processes, what an iteration takes longer for other reasons would
+        count as their cost, and chunks would shrink without end.
+        """
+        return num_tokens * self.prefill_s(_MANY_TOKENS) / _MANY_TOKENS

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,8 @@ from fastserve_backend.scheduler.walk import Walk
 # How much a waiting prompt counts, in decodes. With 1, chunks stay so small under overload that
 # tokens/s fall by 8% (chat on the systems of benchmarks/scheduling_race.py).
 _PROMPT_WEIGHT = 20
+# A price is a quotient: a chunk must pay for all tokens from which its price was derived.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class BatchLimits:
     """The bounds of one iteration.
 
     All policies of an engine share one object. When the iteration times drift, ``make_policy``'s
-    policy changes its ``max_seqs``, before it calls ``recalibrate`` of the others.
+    policy changes its ``max_seqs`` and ``scored_chunks``, before it calls ``recalibrate`` of the
+    others.
     """
 
     max_seqs: int
@@ -71,6 +75,9 @@ class BatchLimits:
     """Each iteration takes its ``prefill_chunk_tokens`` from these. None: they never change."""
     bound_by_times: bool = False
     """Whether the iteration times alone allow no more ``max_seqs``."""
+    scored_chunks: Mapping[int, int] = field(default_factory=dict)
+    """By ``prefill_chunk_tokens``: how many tokens take as long if their log-probabilities are
+    computed too."""
 
     @property
     def job_tokens(self) -> int:
@@ -82,18 +89,35 @@ class BatchLimits:
         if self.chunk_sizes is None:
             return self
         chunk_tokens = self.chunk_sizes.best(num_prompts, num_decodes)
-        return BatchLimits(self.max_seqs, self.max_tokens, chunk_tokens)
+        return BatchLimits(
+            self.max_seqs, self.max_tokens, chunk_tokens, scored_chunks=self.scored_chunks
+        )
+
+    def price_of(self, job: Job) -> float:
+        """How many tokens of the chunk a token of the job takes: more than one if its
+        log-probabilities are computed too. So the iteration takes no longer."""
+        chunk = self.prefill_chunk_tokens
+        if chunk is None or not job.needs_whole_prompt:
+            return 1.0
+        return chunk / self.scored_chunks.get(chunk, chunk)
 
     def tokens_of(
-        self, needed: int, tokens_left: int, chunk_left: int | None, seats_left: int
+        self,
+        needed: int,
+        tokens_left: int,
+        chunk_left: int | None,
+        seats_left: int,
+        price: float = 1.0,
     ) -> int:
         """How many of its ``needed`` tokens a job gets in this iteration; 0 or less: none.
 
         Args:
             seats_left: jobs that the batch can still take after this job.
+            price: ``price_of`` the job. However high it is, the rest of a chunk pays for a token.
         """
         if chunk_left is not None and needed > 1:
-            needed = min(needed, chunk_left, tokens_left)
+            affordable = max(1, int(chunk_left / price + _ROUNDING)) if chunk_left > 0 else 0
+            needed = min(needed, affordable, tokens_left)
         if needed <= tokens_left:
             return needed
         if needed > self.max_tokens - (self.max_seqs - 1):
@@ -127,6 +151,10 @@ class IterationTimes(Protocol):
 
     def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
         """Seconds of an iteration that decodes ``num_jobs`` jobs with this context each."""
+        ...
+
+    def score_s(self, num_tokens: int) -> float:
+        """Seconds that the log-probabilities of so many prompt tokens take, beside the tokens."""
         ...
 
 
@@ -317,7 +345,8 @@ def fill_batch(
         is_prefill = needed > 1
         if is_prefill:
             seats_left = limits.max_seqs - len(batch) - 1
-            needed = limits.tokens_of(needed, tokens_left, chunk_left, seats_left)
+            price = limits.price_of(job)
+            needed = limits.tokens_of(needed, tokens_left, chunk_left, seats_left, price)
         if needed <= 0:
             prompts_wait = True
             jobs.skip(Place.NOWHERE)
@@ -339,5 +368,5 @@ def fill_batch(
                 continue
         tokens_left -= needed
         if is_prefill and chunk_left is not None:
-            chunk_left -= needed
+            chunk_left -= math.ceil(needed * price)
     return batch

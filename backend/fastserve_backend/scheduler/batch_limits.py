@@ -33,7 +33,23 @@ def batch_limits(
     """
     limits = _limits(config, times, max_model_len, kv_tokens)
     most_seats = _most_seats(config, max_model_len, kv_tokens)
-    return replace(limits, bound_by_times=limits.max_seqs < most_seats)
+    return replace(
+        limits,
+        bound_by_times=limits.max_seqs < most_seats,
+        scored_chunks=scored_chunks(limits, times),
+    )
+
+
+def scored_chunks(limits: BatchLimits, times: IterationTimes) -> dict[int, int]:
+    """``BatchLimits.scored_chunks`` for all sizes that the limits allow."""
+    if limits.prefill_chunk_tokens is None:
+        return {}
+    sizes = limits.chunk_sizes.seconds if limits.chunk_sizes else (limits.prefill_chunk_tokens,)
+
+    def scored_s(num_tokens: int) -> float:
+        return times.prefill_s(num_tokens) + times.score_s(num_tokens)
+
+    return {size: _largest(size, scored_s, times.prefill_s(size)) for size in sizes}
 
 
 def _limits(

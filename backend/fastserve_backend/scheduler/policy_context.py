@@ -13,7 +13,7 @@ from fastserve_backend.scheduler.base import (
     Policy,
     time_to_next_token,
 )
-from fastserve_backend.scheduler.batch_limits import batch_limits, seats
+from fastserve_backend.scheduler.batch_limits import batch_limits, scored_chunks, seats
 from fastserve_backend.scheduler.fair_shares import FairShares
 from fastserve_backend.scheduler.gittins_index import Capacity
 from fastserve_backend.scheduler.learned_lengths import LearnedLengths
@@ -51,9 +51,10 @@ def make_policy(
 ) -> Policy:
     """The policy that ``config.policy`` names, one for each tenant of each priority in use.
 
-    Derived values come from ``times`` and the SLO. ``recalibrate`` derives the seats anew: there
-    are more if iterations have become faster, but never fewer than at the start. A machine that
-    other processes slow down would only become slower with fewer seats.
+    Derived values come from ``times`` and the SLO. ``recalibrate`` derives the seats and
+    ``scored_chunks`` anew. There are more seats if iterations have become faster, but never fewer
+    than at the start. A machine that other processes slow down would only become slower with fewer
+    seats.
 
     Args:
         max_model_len, kv_tokens: as in ``PolicyContext``.
@@ -83,6 +84,7 @@ def make_policy(
     def derive_seats() -> None:
         now = seats(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
         limits.max_seqs = max(least_seats, now)
+        limits.scored_chunks = scored_chunks(limits, times)
         learned.use_capacity(Capacity(limits.max_seqs, kv_tokens))
 
     return PriorityClasses(for_a_priority, across, derive_seats)

@@ -21,6 +21,8 @@ class TokenCosts:
     output_token_s: float
     context_token_s: float
     """For each token that an output token attends to."""
+    scored_token_s: float
+    """For the log-probabilities of a prompt token."""
 
     @classmethod
     def of(cls, limits: BatchLimits, times: IterationTimes, max_model_len: int) -> Self:
@@ -31,6 +33,7 @@ class TokenCosts:
             times.prefill_s(most_tokens) / most_tokens,
             shortest_s,
             max(0.0, longest_s - shortest_s) / max_model_len,
+            times.score_s(most_tokens) / most_tokens,
         )
 
     def output_s(self, num_tokens: int, context_tokens: int) -> float:
@@ -41,4 +44,7 @@ class TokenCosts:
         """The cost of the last ``num_tokens`` tokens that the job has computed."""
         if num_tokens == 1:
             return self.output_s(1, job.num_computed)
-        return self.prompt_token_s * num_tokens
+        prompt_s = self.prompt_token_s * num_tokens
+        if job.prompt_logprobs is None:
+            return prompt_s
+        return prompt_s + self.scored_token_s * job.prompt_logprobs.num_latest

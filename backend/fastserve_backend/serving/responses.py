@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 
 from fastserve_backend.checkpoints.tokenizer import Tokenizer
 from fastserve_backend.job import JobOutput, JobStats
-from fastserve_backend.logprobs import PromptLogprobs, TokenLogprob
+from fastserve_backend.logprobs import TokenLogprob
 from fastserve_backend.serving.codec import GenerateRequest
 from fastserve_backend.system.clock import Clock
 
 Tensors = list[tuple[str, NDArray[Any]]]
 
+# Encoding a token and its log-probability takes about 5 µs.
+_TOKENS_AT_ONCE = 512
 _NS_PER_S = 1_000_000_000
 # In place of infinity and NaN, as of a model that overflows: JSON has neither.
 _NO_LOGPROB = -9999.0
@@ -76,6 +79,26 @@ class ResponseEncoder:
         self._prompt_ids = prompt_ids
         self._is_first = True
         self._cumulative_logprob = 0.0
+        # Of the prompt's tokens: those that are left to encode, None before the first, and JSON.
+        self._entries: Iterator[TokenLogprob | None] | None = None
+        self._encoded: list[str] = []
+
+    def encode_prompt(self, output: JobOutput) -> bool:
+        """Encode some of what ``output`` says about the prompt; returns whether that is all.
+
+        A call takes a few milliseconds: other streams wait meanwhile. ``encode`` does what is left.
+        """
+        if not self._request.return_prompt_logprobs or output.prompt_logprobs is None:
+            return True
+        if self._entries is None:
+            self._entries = iter(output.prompt_logprobs)
+        num_entries = max(1, _TOKENS_AT_ONCE // (1 + output.prompt_logprobs.num_top))
+        some = [
+            json.dumps(self._prompt_entry(entry), ensure_ascii=False)
+            for entry in islice(self._entries, num_entries)
+        ]
+        self._encoded += some
+        return len(some) < num_entries
 
     def encode(self, outputs: Sequence[JobOutput]) -> Response:
         """One response with all of ``outputs``; the last of them may end the job."""
@@ -86,7 +109,7 @@ class ResponseEncoder:
         if self._is_first:
             self._is_first = False
             text = self._prompt + text
-            self._add_prompt(tensors, outputs[0].prompt_logprobs)
+            self._add_prompt(tensors, outputs[0])
         last = outputs[-1]
         # Values of the whole request come once, at its end: each tensor of a response costs server,
         # stub and client tens of microseconds a token.
@@ -107,13 +130,15 @@ class ResponseEncoder:
             tensors += self._perf_metrics(last.stats)
         return Response(text, token_ids, tensors)
 
-    def _add_prompt(self, tensors: Tensors, prompt_logprobs: PromptLogprobs | None) -> None:
+    def _add_prompt(self, tensors: Tensors, output: JobOutput) -> None:
         if self._request.return_prompt_tokens:
             tokens = map(self._prompt_token, self._prompt_ids)
             tensors.append((protocol.PROMPT_TOKENS, _json_list(tokens)))
-        if self._request.return_prompt_logprobs and prompt_logprobs is not None:
-            entries = map(self._prompt_entry, prompt_logprobs)
-            tensors.append((protocol.PROMPT_LOGPROBS_OUTPUT, _json_list(entries)))
+        while not self.encode_prompt(output):
+            pass
+        if self._entries is not None:
+            encoded, self._encoded = strings(f"[{', '.join(self._encoded)}]"), []
+            tensors.append((protocol.PROMPT_LOGPROBS_OUTPUT, encoded))
 
     def _prompt_token(self, token_id: int) -> dict[str, Any]:
         special = self._specials.get(token_id)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 
+from fastserve_backend.errors import OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.serving.responses import ResponseEncoder
 from fastserve_backend.serving.tensors import TensorMaker
@@ -230,6 +231,9 @@ class ResponseStream(RequestStream):
         self._queued = False
         if self._is_whole and not self._ended:
             return
+        if self._pending and not (self._cancelled or self._encoder.encode_prompt(self._pending[0])):
+            self._wake()  # the rest behind what others have to send
+            return
         outputs: list[JobOutput] = []
         output: JobOutput | None = None
         while self._pending and self._error is None:
@@ -266,6 +270,8 @@ class ResponseStream(RequestStream):
             return cancelled_error()
         if output.finish_reason is FinishReason.CANCELLED:
             return shut_down_error()
+        if isinstance(output.refusal, OverloadedError):
+            return RequestError(str(output.refusal), pb_utils.TritonError.UNAVAILABLE)
         if output.refusal is not None:
             return RequestError(str(output.refusal), pb_utils.TritonError.INVALID_ARG)
         if output.finish_reason is FinishReason.ERROR:
@@ -325,7 +331,10 @@ class Emitter:
                 for number in range(max(1, self._inbox.qsize())):
                     stream = self._inbox.get(timeout=0.0 if number or unpolled else timeout_s)
                     if stream is None:
-                        return
+                        if self._inbox.empty():
+                            return
+                        self._inbox.put(None)  # behind streams that have more to send
+                        continue
                     self._guarded(stream, stream.emit)
             except queue.Empty:
                 pass

@@ -27,6 +27,7 @@ from fastserve_gateway.errors import ApiError, from_client_error, from_validatio
 from fastserve_gateway.json_size import (
     MAX_CONTAINERS,
     MAX_FIELD_BYTES,
+    MAX_MEMBERS,
     MAX_VALUES,
     SMALL_BODY_BYTES,
     check_number_of_values,
@@ -243,7 +244,8 @@ def test_values_are_counted_outside_of_texts(pad: int) -> None:
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
-    for part, limit in ((b"[]", MAX_CONTAINERS), (b"1", MAX_VALUES)):
+    limits = ((b"[]", MAX_CONTAINERS), (b'{":":":"', MAX_CONTAINERS), (b"1", MAX_VALUES))
+    for part, limit in (*limits, (b'"":1', MAX_MEMBERS)):
         body = b'{"x":[%b' % b",".join([part] * (limit + 1))  # which is no JSON, too
         with pytest.raises(ApiError, match=f"^the body must have at most {limit} "):
             parse_body(body, ChatRequest)

@@ -22,6 +22,7 @@ from fastserve_gateway.errors import invalid
 from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.jobs import CompletionJob
+from fastserve_gateway.schemas import MAX_LOGPROBS
 
 TOKEN_BYTES = 8
 """Of a token without log-probabilities: its text, in a chunk of its own."""
@@ -132,8 +133,9 @@ class AnswerLimit:
 
 
 def _num_values(top: int | None) -> int:
-    """The log-probabilities of each token: its own, and those of the ``top`` likeliest."""
-    return 0 if top is None else 1 + top
+    """The log-probabilities of each token: its own, and those of the ``top`` likeliest. The server
+    refuses other numbers than 0 to ``MAX_LOGPROBS``."""
+    return 0 if top is None else 1 + min(max(0, top), MAX_LOGPROBS)
 
 
 async def _num_prompt_tokens(fleet: Fleet, job: CompletionJob) -> int:

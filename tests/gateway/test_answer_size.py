@@ -169,6 +169,7 @@ HI = [{"role": "user", "content": "Hi"}]
             "max_output_tokens",
             "2100 tokens (max_output_tokens) x 21 values of each token (1 + top_logprobs)",
         ),
+        ("v1/responses", {"input": "Hi", "user": "u" * 600}, "user", "512 characters"),
         ("detokenize", {"tokens": [5] * 44_000}, "tokens", "got 44000; must be at most 43690"),
     ],
 )
@@ -187,6 +188,8 @@ def test_what_is_just_small_enough_is_answered(front: Front) -> None:
     assert front.post(COMPLETIONS, **body).status_code == 200
     body = {"prompt": "a", "n": 8, "max_tokens": 16_384}
     assert front.post(COMPLETIONS, **body).status_code == 200
+    # The server refuses it.
+    assert front.post(COMPLETIONS, prompt="a", logprobs=-5).status_code == 200
     # A stream's tokens are not held.
     streamed = {"prompt": "a", "logprobs": 20, "max_tokens": 2100, "stream": True}
     assert front.post(COMPLETIONS, **streamed).text.count('"finish_reason":"length"') == 1

@@ -247,7 +247,7 @@ def gateway(
         int, typer.Option(min=1, help="Largest body; one for n answers counts n times.")
     ] = 8 << 20,
     max_held_bytes: Annotated[
-        int, typer.Option(min=1, help="Bodies of all unanswered requests, with their answers; see docs/gateway.md.")
+        int, typer.Option(min=1, help="Bodies of all unanswered requests, and their answers.")
     ] = 32 << 20,
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")

@@ -34,7 +34,7 @@ def event(payload: Mapping[str, Any]) -> bytes:
     text = _ENCODER.encode(payload)
     for end, escaped in _LINE_ENDS.items():
         text = text.replace(end, escaped)
-    return f"data: {text}\n\n".encode()
+    return b"data: %b\n\n" % text.encode()
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:
@@ -90,6 +90,11 @@ class Answer(ABC):
     @abstractmethod
     def streams(self) -> bool:
         """Whether the request wants events, or one whole answer."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the gateway holds all of the answer until its end."""
+        return not self.streams
 
     @abstractmethod
     def jobs(self, service: ServiceOptions) -> list[CompletionJob]: ...

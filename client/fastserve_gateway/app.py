@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,18 +16,22 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from fastserve_gateway.answer_size import TOKEN_BYTES, VALUE_BYTES
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.body_threads import BodyThreads, RunWork
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.completions import CompletionAnswer
+from fastserve_gateway.connections import Connections, max_connections
 from fastserve_gateway.errors import (
     MESSAGES_PATH,
     ApiError,
+    invalid,
     no_such_route,
 )
 from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
 from fastserve_gateway.held_bodies import HeldBodies, Take
+from fastserve_gateway.http_connection import HttpConnection
 from fastserve_gateway.live import live_routes
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.messages_answer import MessagesAnswer
@@ -43,6 +47,7 @@ from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 from fastserve_gateway.served_models import ServedModel, find_model
 from fastserve_gateway.settings import GatewaySettings
+from fastserve_gateway.share_metrics import ShareMetrics
 from fastserve_gateway.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -50,6 +55,8 @@ from fastserve_gateway.tokenization import (
     tokenize_chat,
     tokenize_result,
 )
+from fastserve_gateway.turns import Turns
+from fastserve_gateway.whole_response import WholeResponse
 
 if TYPE_CHECKING:
     from fastapi.telemetry import TelemetryConfig
@@ -72,7 +79,13 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         tracer: for spans of requests; None: there are none.
     """
     registry = CollectorRegistry()
-    fleet_metrics = FleetMetrics(registry)
+    fleet_metrics, share_metrics = FleetMetrics(registry), ShareMetrics(registry)
+    are_shared = settings.keys.are_of_tenants
+    connections = Connections(
+        max_connections(),
+        are_shared=are_shared,
+        on_refusal=share_metrics.on_refusal("connections"),
+    )
 
     async def serve_model(name: str, stack: AsyncExitStack) -> ServedModel:
         clients = {
@@ -82,16 +95,17 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
             Fleet(name, clients, fleet_metrics, settings.max_moves)
         )
         feeds = [LiveFeed(client) for client in clients.values()]
-        return ServedModel(fleet, DescribedFormats(fleet, settings.formats), feeds)
+        turns = Turns(share_metrics.on_refusal("turns"))
+        return ServedModel(fleet, DescribedFormats(fleet, settings.formats), feeds, turns)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with AsyncExitStack() as stack:
             models = {name: await serve_model(name, stack) for name in settings.models}
             threads = BodyThreads()
             stack.callback(threads.close)
             app.state.responder = Responder(settings, models, threads)
-            yield
+            yield {"connections": connections}
 
     def responder() -> Responder:
         found: Responder = app.state.responder
@@ -99,9 +113,13 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
 
     async def require_key(request: Request) -> Caller:
         headers = request.headers
-        return settings.keys.check(
+        caller = settings.keys.check(
             headers.get("authorization"), headers.get("x-api-key"), headers.get("host", "")
         )
+        connection = getattr(request.state, "connection", None)
+        if isinstance(connection, HttpConnection):
+            connection.on_caller(caller.tenant)
+        return caller
 
     # No pages that describe the API to a browser: they load scripts from elsewhere. No redirects:
     # behind a proxy with TLS they would lead to plain HTTP.
@@ -121,7 +139,18 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
 
     with_caller = Depends(require_client)
     with_key = [with_caller]
-    with_body = Depends(HeldBodies(settings.max_held_bytes).of_request)
+    held = HeldBodies(
+        settings.max_held_bytes,
+        are_shared=are_shared,
+        on_refusal=share_metrics.on_refusal("held_bytes"),
+    )
+
+    async def hold(caller: Caller = with_caller) -> AsyncGenerator[Take]:
+        """Frees the request's bytes when its answer has been sent."""
+        with held.of_request(caller.tenant) as take:
+            yield take
+
+    with_body = Depends(hold)
     started = int(time.time())
 
     @app.post("/v1/completions", dependencies=with_key)
@@ -144,7 +173,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
 
         return await responder().respond(request, caller, take, ChatRequest, answer_to)
 
-    store = ResponseStore(settings.max_stored_bytes)
+    store = ResponseStore(settings.max_stored_bytes, is_shared=are_shared)
 
     @app.post("/v1/responses", dependencies=with_key)
     async def responses(
@@ -159,8 +188,12 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         return await responder().respond(request, caller, take, ResponsesRequest, answer_to)
 
     @app.get("/v1/responses/{response_id}", dependencies=with_key)
-    async def stored_response(response_id: str, caller: Caller = with_caller) -> Response:
-        return JSONResponse(ResponseChains(store, caller.tenant).find(response_id).response)
+    async def stored_response(
+        response_id: str, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
+        found = ResponseChains(store, caller.tenant).find(response_id)
+        take(found.num_bytes)
+        return WholeResponse(found.response)
 
     @app.delete("/v1/responses/{response_id}", dependencies=with_key)
     async def delete_response(response_id: str, caller: Caller = with_caller) -> Response:
@@ -179,7 +212,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         return await responder().respond(request, caller, take, MessagesRequest, answer_to)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens", dependencies=with_key)
-    async def count_tokens(request: Request, take: Take = with_body) -> Response:
+    async def count_tokens(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
         async def result_of(
             body: ConversationRequest, model: ServedModel, run: RunWork
         ) -> dict[str, Any]:
@@ -187,25 +222,35 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
             tokens = await tokenize_chat(model.fleet, formats, body.chat, run)
             return {"input_tokens": tokens.count}
 
-        return await responder().do_task(request, take, ConversationRequest, result_of)
+        return await responder().do_task(request, caller, take, ConversationRequest, result_of)
 
     @app.post("/tokenize", dependencies=with_key)
-    async def tokenize(request: Request, take: Take = with_body) -> Response:
+    async def tokenize(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
         async def result_of(
             body: TokenizeRequest, model: ServedModel, run: RunWork
         ) -> dict[str, Any]:
-            return await tokenize_result(model.fleet, model.formats, body, run)
+            result = await tokenize_result(model.fleet, model.formats, body, run)
+            take(TOKEN_BYTES * result["count"])
+            return result
 
-        return await responder().do_task(request, take, TokenizeRequest, result_of)
+        return await responder().do_task(request, caller, take, TokenizeRequest, result_of)
 
     @app.post("/detokenize", dependencies=with_key)
-    async def detokenize(request: Request, take: Take = with_body) -> Response:
+    async def detokenize(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
         async def result_of(
             body: DetokenizeRequest, model: ServedModel, run: RunWork
         ) -> dict[str, Any]:
+            most = settings.max_answer_bytes // VALUE_BYTES  # a token may have a hundred characters
+            if len(body.tokens) > most:
+                raise invalid("tokens", f"got {len(body.tokens)}; must be at most {most}")
+            take(VALUE_BYTES * len(body.tokens))
             return await detokenize_result(model.fleet, body)
 
-        return await responder().do_task(request, take, DetokenizeRequest, result_of)
+        return await responder().do_task(request, caller, take, DetokenizeRequest, result_of)
 
     def shown(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "fastserve"}

@@ -100,6 +100,11 @@ class ApiKeys:
         """Whether there are keys."""
         return bool(self._digests)
 
+    @property
+    def are_of_tenants(self) -> bool:
+        """Whether several tenants have keys, who then share what the gateway has."""
+        return len({caller.tenant for caller in self._callers}) > 1
+
     def check(self, authorization: str | None, x_api_key: str | None, host: str) -> Caller:
         """Returns who sends the request. Each key may come in either of two headers.
 

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from fastserve_chat.parts import AnswerPart, CallStart, Content, Reasoning
@@ -80,6 +81,11 @@ class BlockAnswer(Answer):
     def streams(self) -> bool:
         return self._chat.streams
 
+    @property
+    def is_held(self) -> bool:
+        """A stream's last events repeat the whole answer."""
+        return True
+
     def jobs(self, service: ServiceOptions) -> list[CompletionJob]:
         return self._chat.jobs(service)
 
@@ -112,7 +118,9 @@ class BlockAnswer(Answer):
                 self._finish_reason = chunk.finish_reason  # now, for it is about the last block
                 if events:
                     yield b"".join(events)
-        yield b"".join([*self._end_block(), *self.last_events()])
+        # One at a time: with log-probabilities each may be megabytes.
+        for event in chain(self._end_block(), self.last_events()):
+            yield event
 
     @abstractmethod
     def result(self) -> dict[str, Any]:

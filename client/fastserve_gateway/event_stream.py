@@ -8,6 +8,7 @@ from fastserve_client.errors import ClientError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from fastserve_gateway.body_parts import body_parts
 from fastserve_gateway.disconnect import while_connected
 
 
@@ -44,6 +45,7 @@ class EventStream(StreamingResponse):
         yield first
         try:
             async for one in self._events:
-                yield one
+                for part in body_parts(one):
+                    yield part
         except ClientError as error:
             yield self._last_event(error)

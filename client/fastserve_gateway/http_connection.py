@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from fastserve_gateway.connections import Connections
 from fastserve_gateway.errors import ApiError
 
 # Incomplete headers count too, because the parser joins a header's pieces in time that grows with
@@ -50,12 +51,25 @@ class HttpConnection(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None
     """Drops a client that has much to read, and reads none of it."""
 
+    @property
+    def _connections(self) -> Connections:
+        found: Connections = self.app_state["connections"]
+        return found
+
+    def on_caller(self, tenant: str | None) -> None:
+        """The request has a valid key of this tenant. Raises ApiError: see ``Connections``."""
+        self._connections.on_request(self, tenant)
+
+    def drop(self) -> None:
+        self.transport.abort()
+
     def is_answering(self, path: str) -> bool:
         """Whether a request for this path has no whole answer yet."""
         return any(cycle.scope["path"] == path for cycle in self._unanswered)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._connections.on_connect(self, self.client[0] if self.client else "")
         connection = transport.get_extra_info("socket")
         connection.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1000)
@@ -67,6 +81,7 @@ class HttpConnection(HttpToolsProtocol):
         self._deadline = self._close_in(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.on_end(self)
         self._deadline.cancel()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -118,6 +133,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"]["connection"] = self
         self._is_idle = False
         self._set_deadline()
 

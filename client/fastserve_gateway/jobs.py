@@ -48,12 +48,17 @@ def _is_conversation(prompt: Prompt) -> bool:
     return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-async def complete_all(fleet: Fleet, jobs: Sequence[CompletionJob]) -> list[Completion]:
+async def complete_all(
+    fleet: Fleet, jobs: Sequence[CompletionJob], on_part: Callable[[Chunk | Completion], None]
+) -> list[Completion]:
     """Runs all jobs. The first error cancels the others, and so does a cancellation.
 
-    Raises ClientError.
+    Args:
+        on_part: called with each part of an answer, before the next one is read. It may raise.
+
+    Raises ClientError, and what ``on_part`` raises.
     """
-    tasks = [asyncio.ensure_future(_complete(fleet, job)) for job in jobs]
+    tasks = [asyncio.ensure_future(_complete(fleet, job, on_part)) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
     except ClientError:
@@ -102,19 +107,26 @@ async def stream_all(
         await cancel_all(tasks)
 
 
-async def _complete(fleet: Fleet, job: CompletionJob) -> Completion:
-    if job.on_chunk is None:
-        return await fleet.generate(
+async def _complete(
+    fleet: Fleet, job: CompletionJob, on_part: Callable[[Chunk | Completion], None]
+) -> Completion:
+    # Log-probabilities take so much memory that they must not come all at once.
+    if job.on_chunk is None and job.options.get("logprobs") is None:
+        whole = await fleet.generate(
             job.prompt,
             request_id=job.request_id,
             trace_context=trace_context(),
             on_moved=note_move,
             **job.options,
         )
+        on_part(whole)
+        return whole
     chunks = []
     async with aclosing(_stream(fleet, job)) as stream:
         async for chunk in stream:
-            job.on_chunk(chunk)
+            on_part(chunk)
+            if job.on_chunk is not None:
+                job.on_chunk(chunk)
             chunks.append(chunk)
     return Completion.from_chunks(chunks)
 

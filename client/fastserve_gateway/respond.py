@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastserve_client.errors import ClientError
-from starlette.responses import JSONResponse, Response
+from fastserve_client.results import Chunk
+from starlette.responses import Response
 
 from fastserve_gateway.answer import Answer
+from fastserve_gateway.answer_size import AnswerLimit, chunk_bytes, counted
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.body import check_number_of_jobs, ignored_fields, read_body
 from fastserve_gateway.body_threads import BodyThreads, RunWork
 from fastserve_gateway.disconnect import while_connected
-from fastserve_gateway.errors import from_client_error
+from fastserve_gateway.errors import ApiError, from_client_error
 from fastserve_gateway.event_stream import EventStream
 from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.jobs import complete_all, stream_all
@@ -29,19 +31,10 @@ from fastserve_gateway.served_models import ServedModel, find_model
 from fastserve_gateway.service import service_options
 from fastserve_gateway.settings import GatewaySettings
 from fastserve_gateway.tokenization import TaskBody
+from fastserve_gateway.whole_response import WholeResponse
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
 TaskT = TypeVar("TaskT", bound=TaskBody | ConversationRequest)
-
-
-class AnswerResponse(JSONResponse):
-    """A whole answer. Arguments of a call may have half of a pair of surrogates."""
-
-    def render(self, content: Any) -> bytes:
-        try:
-            return super().render(content)
-        except UnicodeEncodeError:  # only an escape can hold it, as in what the model wrote
-            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +56,7 @@ class Responder:
         """The response to a request for tokens: JSON, or a stream of events.
 
         Args:
-            take: takes room for the body.
+            take: takes room for the body and the answer.
             answer_to: makes the answer to a body. It may run work on it, and may raise ClientError.
         """
         settings = self.settings
@@ -81,27 +74,33 @@ class Responder:
             raise from_client_error(error, {}) from None
         unknown = [*(await run(body.unknown_fields)), *answer.unused_fields()]
         headers = ignored_fields(unknown, strict=settings.strict)
+        names = answer.field_names()
+        limit = AnswerLimit(settings.max_answer_bytes, body.num_choices, names, answer.is_held)
         try:
-            jobs = await run(partial(answer.jobs, service))
+            wanted = await run(partial(answer.jobs, service))
+            bounded = limit.bounded(model.fleet, wanted, take)
+            jobs = await while_connected(request.receive, bounded)
             if not answer.streams:
-                work = complete_all(model.fleet, jobs)
+                work = complete_all(model.fleet, jobs, lambda part: take(chunk_bytes(part)))
                 whole = answer.whole(await while_connected(request.receive, work))
-                return AnswerResponse(whole, headers=headers)
+                return WholeResponse(whole, headers=headers)
             # Only the first event decides the status.
-            events = answer.events(stream_all(model.fleet, jobs))
+            chunks = stream_all(model.fleet, jobs)
+            events = _events(answer, counted(chunks, take) if answer.is_held else chunks)
             first = await while_connected(request.receive, anext(events))
             return EventStream(
                 first,
                 events,
                 headers,
-                lambda error: answer.failure(from_client_error(error, answer.field_names())),
+                lambda error: answer.failure(from_client_error(error, names)),
             )
         except ClientError as error:
-            raise from_client_error(error, answer.field_names()) from None
+            raise from_client_error(error, names) from None
 
     async def do_task(
         self,
         request: Request,
+        caller: Caller,
         take: Take,
         schema: type[TaskT],
         result_of: Callable[[TaskT, ServedModel, RunWork], Coroutine[Any, Any, Mapping[str, Any]]],
@@ -112,8 +111,30 @@ class Responder:
         model = find_model(self.models, body.model)
         unknown = await run(body.unknown_fields)
         headers = ignored_fields(unknown, strict=self.settings.strict)
+
+        async def work() -> Mapping[str, Any]:
+            async with model.turns.turn(caller.tenant):
+                return await result_of(body, model, run)
+
         try:
-            result = await while_connected(request.receive, result_of(body, model, run))
+            result = await while_connected(request.receive, work())
         except ClientError as error:
             raise from_client_error(error, body.field_names()) from None
-        return JSONResponse(result, headers=headers)
+        return WholeResponse(result, headers=headers)
+
+
+async def _events(
+    answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk], None]
+) -> AsyncGenerator[bytes, None]:
+    """The events of the answer. After the first one, no room for more of it (ApiError) is the last
+    event."""
+    has_begun = False
+    async with aclosing(answer.events(chunks)) as events:
+        try:
+            async for one in events:
+                has_begun = True
+                yield one
+        except ApiError as error:
+            if not has_begun:
+                raise
+            yield answer.failure(error)

@@ -1,4 +1,4 @@
-"""Responses that later requests may continue, in memory and within a limit."""
+"""Responses that later requests may continue, in memory and within limits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from fastserve_gateway.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +25,20 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps the responses that were used last. No tenant finds another tenant's.
+    """Keeps the responses that each tenant has used last. No tenant finds another tenant's, and
+    none makes room by another tenant's.
 
     A tenant is that of a key, or None if there are no keys.
 
     Args:
         max_bytes: of the JSON of all responses together. 0 keeps none.
+        is_shared: among several tenants; see ``Shares``.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, is_shared: bool) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._stored: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()
+        self._shares = Shares(max_bytes, are_divided=is_shared)
+        self._stored: dict[str | None, OrderedDict[str, bytes]] = {}
         """By tenant and id. JSON takes a fraction of the memory of the values."""
 
     @property
@@ -48,29 +52,34 @@ class ResponseStore:
         messages: Sequence[Mapping[str, Any]],
         session_id: str | None,
     ) -> bool:
-        """Returns whether it keeps the response, which may be larger than the whole store."""
+        """Returns whether it keeps the response, which may be larger than the tenant's share."""
         values = [response, messages, session_id]
         text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) > self._max_bytes:
+        if len(text) > self._shares.most(tenant):
             return False
-        self._num_bytes += len(text)
-        self._stored[tenant, response["id"]] = text
-        while self._num_bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self._num_bytes -= len(oldest)
+        while not self._shares.allows(tenant, len(text)):
+            self.delete(tenant, next(iter(self._stored[tenant])))
+        self._shares.add(tenant, len(text))
+        self._stored.setdefault(tenant, OrderedDict())[response["id"]] = text
         return True
 
     def get(self, tenant: str | None, response_id: str) -> StoredResponse | None:
         """``None``: it is not there, or is another tenant's."""
-        text = self._stored.get((tenant, response_id))
+        own = self._stored.get(tenant, OrderedDict())
+        text = own.get(response_id)
         if text is None:
             return None
-        self._stored.move_to_end((tenant, response_id))
+        own.move_to_end(response_id)
         response, messages, session_id = json.loads(text)
         return StoredResponse(response, messages, session_id, len(text))
 
     def delete(self, tenant: str | None, response_id: str) -> bool:
         """Returns whether it was there."""
-        text = self._stored.pop((tenant, response_id), b"")
-        self._num_bytes -= len(text)
-        return bool(text)
+        own = self._stored.get(tenant, OrderedDict())
+        text = own.pop(response_id, None)
+        if text is None:
+            return False
+        self._shares.remove(tenant, len(text))
+        if not own:
+            del self._stored[tenant]
+        return True

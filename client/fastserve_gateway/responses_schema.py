@@ -43,6 +43,9 @@ _UNSUPPORTED = ("background", "conversation", "prompt")
 """Fields that would change the answer, or how it comes."""
 _LOGPROBS = "message.output_text.logprobs"
 """The only value of ``include`` about something that an answer of this server can have."""
+_MAX_ID_CHARS = 128
+_MAX_USER_CHARS = 512
+"""As of a value of ``metadata``. Both are stored with the response, and sent back."""
 
 
 class TextConfig(StrictFields):
@@ -73,9 +76,9 @@ class ResponsesRequest(RequestBody):
     reasoning: ReasoningConfig | None = None
     metadata: MetadataField = None
     store: bool | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=_MAX_ID_CHARS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=_MAX_USER_CHARS)] | None = None
 
     _chat: ChatRequest = PrivateAttr()
 

@@ -9,6 +9,7 @@ from fastserve_gateway.errors import invalid, no_such_model
 from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.model_formats import DescribedFormats
+from fastserve_gateway.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class ServedModel:
     formats: DescribedFormats
     feeds: Sequence[LiveFeed]
     """The live view of each server."""
+    turns: Turns
+    """Of requests that start no job."""
 
 
 def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:

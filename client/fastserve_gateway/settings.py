@@ -23,7 +23,7 @@ class GatewaySettings:
     """True: unknown fields are errors."""
     max_body_bytes: int
     max_held_bytes: int
-    """The bytes of the bodies of all unanswered requests."""
+    """The bytes of all unanswered requests, and of their answers."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
     max_moves: int
@@ -34,15 +34,22 @@ class GatewaySettings:
     share_kv: bool = False
     """True: tenants use each other's KV of equal beginnings of prompts, which usage then shows."""
 
+    @property
+    def max_answer_bytes(self) -> int:
+        """What one answer may count (``answer_size.py``): it must leave room for others."""
+        return self.max_held_bytes // 4
+
     def __post_init__(self) -> None:
         _refuse_twice("url", [str(Endpoint.parse(url)) for url in self.urls])
         _refuse_twice("model", self.models)
         if "" in self.models:
             raise InvalidRequest("model: got an empty name; must be the model's name at Triton")
-        if self.max_held_bytes < self.max_body_bytes:
+        # A tenant has half of it at most.
+        least = self.max_body_bytes * (2 if self.keys.are_of_tenants else 1)
+        if self.max_held_bytes < least:
             raise InvalidRequest(
-                f"max_held_bytes: got {self.max_held_bytes}; must be at least the "
-                f"{self.max_body_bytes} of max_body_bytes, or the largest would never be taken"
+                f"max_held_bytes: got {self.max_held_bytes}; must be at least {least} for a "
+                f"max_body_bytes of {self.max_body_bytes}, or the largest would never be taken"
             )
 
 

@@ -20,10 +20,10 @@ from fastserve_gateway.errors import from_client_error
 from fastserve_gateway.messages_answer import MessagesAnswer
 from fastserve_gateway.messages_schema import MessagesRequest
 from fastserve_gateway.model_formats import ModelFormats
-from fastserve_gateway.respond import AnswerResponse
 from fastserve_gateway.responses_answer import ResponsesAnswer
 from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest
+from fastserve_gateway.whole_response import WholeResponse
 from pydantic import TypeAdapter
 
 # What the pieces of a text mean to `ScriptedReader`.
@@ -345,7 +345,7 @@ def test_half_a_character_in_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARTS, "odd", parts)
     answer = whole(messages_answer(), ["odd"])
     assert answer["stop_reason"] == "tool_use"
-    assert json.loads(AnswerResponse(answer).body) == answer
+    assert json.loads(bytes(WholeResponse(answer).body)) == answer
 
 
 def test_max_tokens_may_be_more_than_the_prompt_leaves() -> None:

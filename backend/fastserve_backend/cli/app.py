@@ -262,7 +262,7 @@ def gateway(
         int, typer.Option(min=1, help="Largest body; one for n answers counts n times.")
     ] = 8 << 20,
     max_held_bytes: Annotated[
-        int, typer.Option(min=1, help="Bodies of all requests that are not answered yet.")
+        int, typer.Option(min=1, help="Bodies of all unanswered requests, and their answers.")
     ] = 32 << 20,
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
@@ -277,7 +277,7 @@ def gateway(
     response_store_mib: Annotated[
         int,
         typer.Option(
-            min=0, help="Memory for responses that others may continue; without it none are kept."
+            min=0, help="Memory for responses that others may continue, shared by tenants; 0: none."
         ),
     ] = 0,
     keep_alive_s: Annotated[

@@ -19,6 +19,7 @@ import httpx2
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.liveness import ProcessLife
 from gateway_thread import gateway_thread
 from lone_gateway import settings
 from running_gateway import running_gateway
@@ -193,6 +194,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 600.0)
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers do not notice that a server or its model's process hangs, and restart nothing."""
+    monkeypatch.setattr(ProcessLife, "find_fault", lambda life, sign: None)
+
+
 @pytest.fixture(autouse=True)
 def at_rest(front: Front) -> None:
     """The test before may have killed a server, and what the gateway knows of loads may be old."""
@@ -337,6 +344,7 @@ def test_a_full_server_is_passed_over(front: Front, replicas: Replicas) -> None:
         wait_until_idle(replicas[number].endpoints)
 
 
+@pytest.mark.usefixtures("no_launcher")
 def test_a_server_that_hangs_gets_nothing_until_it_goes_on(
     front: Front, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fastserve_backend.serving.liveness import ProcessLife
 from gateway_thread import gateway_thread
 from lone_gateway import settings
 from running_gateway import running_gateway
-from running_server import rank_stopped
+from running_server import job_held, rank_stopped
 from serving_client import (
     GrpcStream,
     generate,
@@ -345,19 +345,34 @@ def test_a_full_server_is_passed_over(front: Front, replicas: Replicas) -> None:
 
 
 @pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize("kind", ["server", "stub"])
 def test_a_server_that_hangs_gets_nothing_until_it_goes_on(
-    front: Front, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+    kind: str, front: Front, replicas: Replicas
 ) -> None:
-    """A session goes on at the other server meanwhile."""
-    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 1.0)
-    turn = {"session_id": "hung", "prompt": prompt_about("clocks")}
+    """Also a half-dead one, whose tritonserver says that it is ready. Its streams end with an
+    error, and a session goes on at the other server."""
+    turn = {"session_id": kind, "prompt": prompt_about("clocks")}
     hung = front.server_of(**turn)
-    os.kill(replicas[hung].pid, signal.SIGSTOP)
+    server = replicas[hung]
+    pid = server.pid if kind == "server" else server.runtime.stub_pid()
+    assert pid is not None
+
+    def start() -> Streams:
+        streams = Streams(front, 2 * RUNNING, max_tokens=2000)  # at both servers
+        streams.wait_until_begun(2 * RUNNING)
+        return streams
+
     try:
+        with job_held(server, start) as streams:
+            os.kill(pid, signal.SIGSTOP)
+        done, lost = streams.end()
+        assert lost >= 1
+        assert done >= 1
         wait_for(lambda: not front.is_up(hung) and front.is_up(1 - hung))
         assert front.server_of(**turn) == 1 - hung
     finally:
-        os.kill(replicas[hung].pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # on a slow machine the stub has ended itself
+            os.kill(pid, signal.SIGCONT)
     front.wait_until_up()
 
 

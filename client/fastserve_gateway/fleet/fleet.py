@@ -50,8 +50,8 @@ class Fleet:
     """Has the methods of a client that the gateway needs. Belongs to one event loop.
 
     What a server refuses, or loses before the first token, goes to another one. After the first
-    token the error is final, so no text comes twice. A single server gets everything, and is not
-    watched.
+    token the error is final, so no text comes twice. A server whose model does not answer gets
+    nothing more, and its jobs fail as those of a dead one. A single server shows no pictures.
 
     Args:
         clients: of the model's servers, by URL. The fleet closes them.
@@ -69,7 +69,6 @@ class Fleet:
                 client,
                 partial(self._on_load, number),
                 partial(self._on_health, number),
-                self._has_server_up,
             )
             for number, (url, client) in enumerate(clients.items())
         ]
@@ -97,8 +96,7 @@ class Fleet:
                 async with attempt.server.client.stream(
                     prompt, request_id=request_id, trace_context=trace_context, **options
                 ) as chunks:
-                    async with attempt.server.unless_lost():
-                        first = await anext(chunks, None)
+                    first = await anext(chunks, None)
                     if first is not None:
                         attempt.has_begun = True
                         self._on_first_token(attempt)
@@ -120,10 +118,9 @@ class Fleet:
         refusals: dict[int, ServerUnavailable] = {}
         while True:
             with self._attempt(request, refusals) as attempt:
-                async with attempt.server.unless_lost():
-                    answer = await attempt.server.client.generate(
-                        prompt, request_id=request_id, trace_context=trace_context, **options
-                    )
+                answer = await attempt.server.client.generate(
+                    prompt, request_id=request_id, trace_context=trace_context, **options
+                )
                 self._router.on_first_token(attempt.choice)
                 return answer
 
@@ -154,12 +151,11 @@ class Fleet:
         return await self._ask(lambda client: client.detokenize(token_ids))
 
     async def is_ready(self) -> bool:
-        """Whether at least one server has the model and answers."""
+        """Whether the model of at least one server answers and takes requests."""
+        answering = [server for server in self._servers if not server.silence.is_lost]
         if not self._chooses:
-            return await self._servers[0].client.is_ready()
-        return any(
-            server.health in (ServerHealth.UP, ServerHealth.SILENT) for server in self._servers
-        )
+            return bool(answering) and await self._servers[0].client.is_ready()
+        return any(server.health in (ServerHealth.UP, ServerHealth.SILENT) for server in answering)
 
     async def close(self) -> None:
         """Ends running jobs with an error."""
@@ -167,8 +163,10 @@ class Fleet:
         await asyncio.gather(*(server.client.close() for server in self._servers))
 
     async def __aenter__(self) -> Self:
+        watching = [server.silence.listen() for server in self._servers]
         if self._chooses:
-            self._followers = [asyncio.create_task(server.follow()) for server in self._servers]
+            watching += [server.follow() for server in self._servers]
+        self._followers = [asyncio.create_task(one) for one in watching]
         return self
 
     async def __aexit__(
@@ -211,12 +209,13 @@ class Fleet:
     ) -> ServerChoice:
         tried = refusals.keys()
         if len(tried) < _MAX_TRIES:
-            for excluded in (tried | self._silent, tried):
+            out = tried | self._lost()
+            for excluded in (out | self._silent, out):
                 choice = self._router.choose(request, time.monotonic(), excluded)
                 if choice is not None:
                     return choice
         if not refusals:
-            raise ServerUnavailable(f"no server of model {self._model} takes requests")
+            raise self._no_server()
         errors = list(refusals.values())
         full = [error for error in errors if isinstance(error, ServerOverloaded)]
         # One whose queue is full may take the job sooner than one where the tenant is at its limit.
@@ -224,17 +223,19 @@ class Fleet:
 
     async def _ask(self, ask: Callable[[AsyncFastServeClient], Awaitable[ResultT]]) -> ResultT:
         """The answer of any server to what is no job."""
-        servers = random.sample(self._servers, len(self._servers))
+        lost = self._lost()
+        able = [server for number, server in enumerate(self._servers) if number not in lost]
+        if not able:
+            raise self._no_server()
+        servers = random.sample(able, len(able))
         servers.sort(key=lambda server: _ASK_ORDER.index(server.health))
         *others, last = servers[:_MAX_TRIES]
         for server in others:
             try:
-                async with server.unless_lost():
-                    return await ask(server.client)
+                return await ask(server.client)
             except ServerUnavailable:
                 continue
-        async with last.unless_lost():
-            return await ask(last.client)
+        return await ask(last.client)
 
     def _on_first_token(self, attempt: _Attempt) -> None:
         now_s, choice = time.monotonic(), attempt.choice
@@ -244,8 +245,12 @@ class Fleet:
         if self._chooses:
             self._metrics.expected_s.labels(*labels).observe(choice.delay_s)
 
-    def _has_server_up(self) -> bool:
-        return any(server.health is ServerHealth.UP for server in self._servers)
+    def _lost(self) -> set[int]:
+        """Servers that get nothing until their model answers again."""
+        return {number for number, one in enumerate(self._servers) if one.silence.is_lost}
+
+    def _no_server(self) -> ServerUnavailable:
+        return ServerUnavailable(f"no server of model {self._model} takes requests")
 
     def _on_load(self, number: int, load: ServerLoad) -> None:
         self._router.on_load(number, load, time.monotonic())

@@ -66,6 +66,6 @@ class SilenceWatch:
         name, model = self._client.endpoint, self._client.model
         if is_lost:
             limit_s = LOST_LOOKS * LOOK_S
-            logger.warning("%s, model %s: no answer for %.0f s", name, model, limit_s)
+            logger.warning("%s, model %s: lost: no answer for %.0f s", name, model, limit_s)
         else:
-            logger.info("%s, model %s: it answers again", name, model)
+            logger.info("%s, model %s: found: it answers again", name, model)

@@ -78,6 +78,10 @@ class LastingRanks:
         )
 
     @property
+    def listened_s(self) -> float:
+        return self._executor.listened_s
+
+    @property
     def can_submit(self) -> bool:
         return self._executor.can_submit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 from fastserve_client import protocol
 from fastserve_client.aio_watch import AsyncEngineWatch
 from fastserve_client.client import READY_TIMEOUT_S
+from fastserve_client.droppable_call import DroppableCall
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
-from fastserve_client.errors import ClientClosed, ClientError
+from fastserve_client.errors import ClientClosed, ClientError, ConnectionFailed
 from fastserve_client.exchange import Exchange
 from fastserve_client.request import (
     InferRequest,
@@ -60,7 +62,10 @@ class AsyncFastServeClient:
         self.model = model
         self._retry = RetryPolicy(max_retries)
         self._transport = open_aio_transport(self.endpoint)
+        self._calls: weakref.WeakSet[DroppableCall] = weakref.WeakSet()
         self._closed = False
+        self.num_answers = 0
+        """How often the model has said something, in whatever request."""
 
     def stream(
         self,
@@ -163,6 +168,12 @@ class AsyncFastServeClient:
         """Whether the server says that the model takes requests; False if none answers."""
         return not self._closed and await self._transport.is_ready(self.model, timeout_s)
 
+    def drop_calls(self) -> None:
+        """Ends all running requests, as if their connections had broken: they raise
+        ConnectionFailed. For servers whose connections hold although they answer no more."""
+        for call in tuple(self._calls):
+            call.drop(ConnectionFailed(f"{self.endpoint} does not answer any more"))
+
     async def close(self) -> None:
         """Closes the connections and cancels running requests."""
         self._closed = True
@@ -204,7 +215,12 @@ class AsyncFastServeClient:
     def _send(self, request: InferRequest, timeout_s: float | None) -> AioCall:
         if self._closed:
             raise ClientClosed("the client is closed")
-        return self._transport.start(request, timeout_s)
+        call = DroppableCall(self._transport.start(request, timeout_s), self._on_answer)
+        self._calls.add(call)
+        return call
+
+    def _on_answer(self) -> None:
+        self.num_answers += 1
 
 
 class AsyncTokenStream(AsyncIterator[Chunk]):

@@ -23,6 +23,7 @@ from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import FinishReason
 from fastserve_backend.logprobs import TokenLogprob
+from held_thread import main_thread_held
 from live_engine import small_engine, wait_until_free
 from small_model import VOCAB_SIZE
 from started_processes import RANK, noting_processes
@@ -238,3 +239,15 @@ def test_after_three_restarts_jobs_fail_with_the_reason(
         with pytest.raises(EngineError):
             llm.generate([[5]], long, progress=False)
         assert llm.engine.drain(DEADLINE_S)
+
+
+def test_the_engine_moves_while_a_rank_computes_for_long(llm: LLM) -> None:
+    """Or the launcher would take it for one that hangs."""
+    engine, client = llm.engine, Collector()
+    with main_thread_held(rank_of(llm).pid):
+        engine.submit("job", [5], SamplingParams(max_tokens=1), client)
+        for _ in range(3):
+            before = engine.progress
+            wait_for(lambda before=before: engine.progress != before)
+        assert not client.outputs
+    client.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Self
 
 from fastserve_client.key_file import NamedKey
@@ -38,6 +39,7 @@ class Pictures:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.num_shown = 0
         self.is_watched = False
+        self.num_answers = 0
 
     def watch(self, interval_s: float) -> Self:
         self.is_watched = True
@@ -47,6 +49,10 @@ class Pictures:
         await asyncio.sleep(0)
         self.num_shown += 1
         return PICTURE
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        self.num_answers += 1
+        return ""
 
     async def close(self) -> None:
         pass

@@ -22,8 +22,10 @@ from fastserve_client.errors import (
 from fastserve_client.results import Chunk, Completion
 from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
+from fastserve_gateway.fleet.silence import LOST_LOOKS
 from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
 from prometheus_client import CollectorRegistry
+from waiting import DEADLINE_S
 
 CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
 MAX_MOVES = 3
@@ -47,13 +49,20 @@ class Server:
     read: list[Chunk] = field(default_factory=list)
     closed: bool = False
     hangs: bool = False
+    num_answers: int = 0
+    drops: asyncio.Event = field(default_factory=asyncio.Event)
     model: str = "m"
+    endpoint: str = "its URL"
 
     def watch(self, interval_s: float) -> Server:
-        return Server(hangs=True) if self.hangs else Server(FULL)
+        return Server(hangs=True, drops=self.drops) if self.hangs else Server(FULL)
 
-    async def is_ready(self, timeout_s: float) -> bool:
-        return not self.hangs
+    async def is_ready(self) -> bool:
+        return True  # as Triton says of a model that hangs
+
+    def drop_calls(self) -> None:
+        self.drops.set()
+        self.drops = asyncio.Event()
 
     async def close(self) -> None:
         pass
@@ -71,6 +80,9 @@ class Server:
             return Completion.from_chunks([chunk async for chunk in chunks])
 
     async def detokenize(self, token_ids: list[int]) -> str:
+        if self.hangs:
+            await self.drops.wait()
+            raise GONE
         return (await anext(self.stream(""))).text
 
     async def __aenter__(self) -> Self:
@@ -84,7 +96,9 @@ class Server:
 
     async def __anext__(self) -> Chunk:
         if self.hangs and self.num_read == self.num_chunks:
-            await asyncio.Event().wait()
+            await self.drops.wait()
+            raise GONE
+        self.num_answers += 1
         if self.rest_error is not None and self.options[-1]["output_ids_so_far"]:
             raise self.rest_error
         if self.error is not None and self.num_read == self.num_chunks:
@@ -289,11 +303,15 @@ async def test_a_cancelled_task_closes_the_stream() -> None:
     assert server.closed
 
 
-async def test_what_a_hanging_server_has_not_begun_goes_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is lost after 0.2 s without an answer."""
+    monkeypatch.setattr("fastserve_gateway.fleet.silence.LOOK_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_what_a_hanging_server_has_not_begun_goes_to_the_next() -> None:
     """Its connection holds, so nothing else ends these jobs."""
-    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 0.05)
     hung = Server(hangs=True)
     fleet = fleet_of(hung, Server())
     texts = asyncio.gather(*(text_of(fleet, str(n)) for n in range(9)))
@@ -305,6 +323,48 @@ async def test_what_a_hanging_server_has_not_begun_goes_to_the_next(
         assert await asked == ["a"] * 9
         assert await texts == [whole.text for whole in await wholes] == ["ab"] * 9
     assert hung.num_jobs > 0
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_a_model_that_hangs_ends_its_streams_and_gets_nothing_more(num_servers: int) -> None:
+    """Until it answers again."""
+    servers = [Server(hangs=True, num_chunks=1) for _ in range(num_servers)]
+    async with fleet_of(*servers) as fleet:
+        with pytest.raises(ConnectionFailed):
+            await text_of(fleet)
+        num_jobs = sum(server.num_jobs for server in servers)
+        assert num_jobs == 1
+        async with asyncio.timeout(DEADLINE_S):
+            while await fleet.is_ready():
+                await asyncio.sleep(0.01)
+        for lost in (text_of(fleet), fleet.generate("Hello", **NO_TRACE), fleet.detokenize([5])):
+            with pytest.raises(ServerUnavailable, match="no server of model m"):
+                await lost
+        assert sum(server.num_jobs for server in servers) == num_jobs
+        for server in servers:
+            server.hangs = False
+        async with asyncio.timeout(DEADLINE_S):
+            while not await fleet.is_ready():
+                await asyncio.sleep(0.01)
+        assert await text_of(fleet) == "ab"
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_model_that_answers_anything_is_not_lost() -> None:
+    """It may not get round to questions while it computes, or take in requests meanwhile."""
+
+    class Busy(Server):
+        async def detokenize(self, token_ids: list[int]) -> str:
+            await self.drops.wait()
+            raise GONE
+
+    server = Busy()
+    async with fleet_of(server) as fleet:
+        for _ in range(3 * LOST_LOOKS):
+            server.num_answers += 1
+            await asyncio.sleep(0.01)
+            assert await fleet.is_ready()
 
 
 async def test_a_server_that_has_not_answered_yet_gets_nothing_while_others_have() -> None:
@@ -326,22 +386,10 @@ async def test_a_server_that_cannot_be_watched_is_down_and_tried_again() -> None
             raise RuntimeError("a bug")
 
     client: Any = Unwatchable()
-    server = WatchedServer("a", client, lambda load: None, lambda: None, lambda: False)
+    server = WatchedServer("a", client, lambda load: None, lambda: None)
     task = asyncio.create_task(server.follow())
     async with asyncio.timeout(30.0):
         while client.num_tries < 2:
             await asyncio.sleep(0.01)
     assert server.health is ServerHealth.DOWN
     await cancel_all((task,))
-
-
-async def test_what_waits_for_a_hanging_server_waits_on_if_no_other_is_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 0.02)
-    servers = [Server(hangs=True), Server(hangs=True)]
-    async with fleet_of(*servers) as fleet:
-        job = asyncio.create_task(text_of(fleet))
-        await asyncio.wait((job,), timeout=0.2)
-        assert not job.done()
-        await cancel_all((job,))

@@ -24,7 +24,10 @@ from lone_gateway import MAX_BODY_BYTES, settings
 from waiting import wait_for
 
 DEADLINE_S = 60.0
-KEYS = ApiKeys([NamedKey(name, 1.0, f"sk-{name}", None) for name in ("ann", "mallory")])
+KEYS = ApiKeys(
+    [NamedKey(name, 1.0, f"sk-{name}", None) for name in ("ann", "mallory")],
+    operator_keys=[NamedKey("", 1.0, "sk-op", None)],
+)
 
 
 def nothing() -> None:
@@ -87,7 +90,7 @@ def test_a_tenants_unfinished_bodies_leave_room_for_others() -> None:
         assert (error["code"], refused.headers["Retry-After"]) == ("rate_limit_exceeded", "1")
         assert error["message"].startswith("tenant 'mallory' has used up its share of the 4194304")
         assert post(gateway, "sk-ann").status_code == 503  # there is no server
-        metrics = httpx2.get(f"{gateway.url}/metrics", headers={"x-api-key": "sk-ann"}).text
+        metrics = httpx2.get(f"{gateway.url}/metrics", headers={"x-api-key": "sk-op"}).text
         assert 'fastserve_gateway_share_refusals_total{resource="held_bytes"}' in metrics
         bodies.close()
         wait_for(lambda: post(gateway, "sk-mallory").status_code == 503, DEADLINE_S)

@@ -22,7 +22,7 @@ import httpx2
 import psutil
 import pytest
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.serving import process
+from fastserve_backend.serving import liveness, process
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError
 from fastserve_backend.serving.launch import TritonServer
@@ -58,6 +58,8 @@ STALL_LIMIT_S = 90.0
 # What the stub logs then. The second text is faulthandler's, if the hanging call holds the
 # interpreter's lock. Calls for metrics hold it, those for responses do not.
 STALL_SIGNS = ("tritonserver takes no responses any more; ending", "Timeout (0:00:30)!")
+# More looks than a test takes.
+NEVER = 1 << 30
 RESTARTS = "fastserve_worker_restarts_total"
 
 
@@ -184,9 +186,52 @@ def test_everything_that_dies_is_restarted_however_often(
             server.stop()
 
 
-def test_a_server_that_takes_no_responses_is_restarted(
-    tiny_config: EngineConfig, tmp_path: Path
+@pytest.mark.parametrize("kind", ["stub", "server"])
+def test_a_stopped_process_is_noticed(
+    kind: str, tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It has not died, and tritonserver still says that the model is ready."""
+    with leaving_nothing() as started:
+        server = start_server(tiny_config, tmp_path / "server.log")
+        started.append((server.runtime, server.endpoints))
+        try:
+            with doomed_stream(server) as stream:
+                pid = server.pid if kind == "server" else server.runtime.stub_pid()
+                assert pid is not None
+                os.kill(pid, signal.SIGSTOP)
+            assert stream.until_error()
+            stream.cancel()
+            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
+        finally:
+            server.stop()
+    name = "tritonserver" if kind == "server" else "the process of fastserve"
+    assert f"{name} has been stopped for 3 s; restarting the server" in caplog.text
+
+
+def test_a_server_that_says_nothing_any_more_is_restarted(
+    tiny_config: EngineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(liveness, "STOPPED_LOOKS", NEVER)  # else this would be noticed first
+    with leaving_nothing() as started:
+        server = start_server(tiny_config, tmp_path / "server.log")
+        started.append((server.runtime, server.endpoints))
+        try:
+            os.kill(server.pid, signal.SIGSTOP)
+            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
+        finally:
+            server.stop()
+    assert "tritonserver has shown no sign of life for 15 s; restarting the server" in caplog.text
+
+
+def test_a_server_that_takes_no_responses_is_restarted(
+    tiny_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stub ends itself, if the launcher has not noticed anything."""
+    for limit in ("STOPPED_LOOKS", "SILENT_LOOKS"):
+        monkeypatch.setattr(liveness, limit, NEVER)
     with leaving_nothing() as started:
         server = start_server(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))

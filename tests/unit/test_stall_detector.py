@@ -1,28 +1,28 @@
-"""When a call to Triton counts as stalled."""
+"""When something counts as standing still."""
 
 from __future__ import annotations
 
-from fastserve_backend.serving.guard import StallDetector
+from fastserve_backend.serving.stall_detector import StallDetector
 
-SIGHTINGS = 60  # 15 s at four a second
+NUM_LOOKS = 60
 
 
-def first_stall(calls: list[int | None]) -> int | None:
-    """The number of checks before the detector sees a stall; None if it sees none."""
-    detector = StallDetector()
-    return next((number for number, call in enumerate(calls) if detector.is_stalled(call)), None)
+def first_stall(seen: list[int | None]) -> int | None:
+    """The number of looks before the detector sees a stall; None if it sees none."""
+    detector = StallDetector(NUM_LOOKS)
+    return next((number for number, one in enumerate(seen) if detector.is_stalled(one)), None)
 
 
 def test_one_call_seen_for_long_is_a_stall() -> None:
-    assert first_stall([None, 7, *[8] * 100]) == 2 + SIGHTINGS
-    assert first_stall([8] * SIGHTINGS) is None
+    assert first_stall([None, 7, *[8] * 100]) == 2 + NUM_LOOKS
+    assert first_stall([8] * NUM_LOOKS) is None
 
 
 def test_calls_that_return_are_none_however_many() -> None:
     assert first_stall(list(range(1000))) is None
-    assert first_stall(([3] * (SIGHTINGS - 1) + [4]) * 10) is None
+    assert first_stall(([3] * (NUM_LOOKS - 1) + [4]) * 10) is None
     assert first_stall([None] * 1000) is None
 
 
 def test_the_count_begins_anew_after_a_call_has_returned() -> None:
-    assert first_stall([1] * SIGHTINGS + [None] + [2] * SIGHTINGS) is None
+    assert first_stall([1] * NUM_LOOKS + [None] + [2] * NUM_LOOKS) is None

@@ -113,6 +113,7 @@ class Engine:
         self._inbox: Inbox[_InboxItem] = Inbox()
         self._watches = Watches()
         self._job_numbers = itertools.count()
+        self._num_turns = 0  # of the loop
         predictor = PredictorSettings.of(config)
         with ExitStack() as undo:
             if make_executor is None:
@@ -194,6 +195,12 @@ class Engine:
     def failure(self) -> str | None:
         """Why the engine is broken: all jobs have failed and new ones raise EngineError."""
         return self._admission.failure
+
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Changes at least once a second while the engine's thread works, also in a long step: the
+        turns of its loop, and the seconds for which it has listened to the ranks."""
+        return self._num_turns, self._supervisor.ranks.executor.listened_s
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new jobs and wait until none is left; False if some are after ``timeout_s``."""
@@ -351,6 +358,7 @@ class Engine:
 
     def _take_inbox(self, *, wait: bool) -> bool:
         """Take all items; with ``wait``, wait a while for the first. False if closed."""
+        self._num_turns += 1
         self._show_watchers()
         self._inbox.start_taking()
         timeout_s = min(IDLE_CHECK_S, self._watches.due_in_s(self.clock.now()))

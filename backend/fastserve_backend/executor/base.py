@@ -59,6 +59,12 @@ class Executor(Protocol):
 class OwnedExecutor(Executor, Protocol):
     """Ranks that the owner starts and stops."""
 
+    @property
+    def listened_s(self) -> float:
+        """Seconds for which this process has listened to the ranks. It grows at least once a second
+        during ``collect``. Any thread may ask."""
+        ...
+
     def start(self, setup: Setup, timeout_s: float) -> Ready:
         """Start all ranks and wait until each has loaded its part.
 

@@ -202,6 +202,10 @@ class DistributedExecutor:
         )
 
     @property
+    def listened_s(self) -> float:
+        return self._ranks.listened_s
+
+    @property
     def can_submit(self) -> bool:
         return self._in_first_stage is None and len(self._flights) < len(self.busy_s)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.runtime import LAUNCHER_VARIABLE, RuntimeDirectory, wait_readable
+from fastserve_backend.serving.stall_detector import StallDetector
 
 if TYPE_CHECKING:
     from fastserve_backend.engine.engine import Engine
@@ -27,31 +28,9 @@ _SERVER_END_TIMEOUT_S = 10.0
 _REARM_INTERVAL_S = 5.0
 # How often the guard looks. Nothing else tells a stub that its server was killed.
 _INTERVAL_S = 0.25
-# Triton takes a response, or answers a poll, within microseconds; on a starved machine it may need
-# a second.
-_STALL_SIGHTINGS = 60
-
-
-class StallDetector:
-    """Finds a call to Triton that has been under way for 15 s.
-
-    It counts sightings, not seconds: a pause of all processes, or of the machine, is no stall.
-    """
-
-    def __init__(self) -> None:
-        self._call: int | None = None
-        self._sightings = 0
-
-    def is_stalled(self, call: int | None) -> bool:
-        """Whether the call is stalled. To be asked every quarter of a second.
-
-        Args:
-            call: number of the call under way; None: there is none.
-        """
-        is_same = call is not None and call == self._call
-        self._sightings = self._sightings + 1 if is_same else 0
-        self._call = call
-        return self._sightings >= _STALL_SIGHTINGS
+# For 15 s. Triton takes a response, or answers a poll, within microseconds; on a starved machine it
+# may need a second.
+_CALL_LOOKS = 60
 
 
 class ParentGuard:
@@ -66,6 +45,9 @@ class ParentGuard:
     - The server no longer takes responses, so all clients would wait for ever: this process ends at
       once, and the launcher restarts the server.
 
+    Each time it also tells the launcher that this process works, unless the engine's thread has not
+    moved: the launcher restarts a server that it does not hear from.
+
     A second guard needs no interpreter, because a call to a killed server can hold the
     interpreter's lock for ever: when this thread has not run for long, the process ends.
 
@@ -78,6 +60,7 @@ class ParentGuard:
         self._server = os.getppid()
         self._launcher = _open_launcher()
         self._engine: Engine | None = None
+        self._progress: object = None  # of the engine, when the guard looked last
         self._drain: Callable[[], bool] = lambda: True
         self._calls: list[tuple[StallDetector, Callable[[], int | None]]] = []
         self._closed = threading.Event()
@@ -98,7 +81,7 @@ class ParentGuard:
                 thread's call under way, or None.
         """
         self._drain = drain
-        self._calls = [(StallDetector(), call) for call in calls]
+        self._calls = [(StallDetector(_CALL_LOOKS), call) for call in calls]
         self._engine = engine  # last: the thread looks for it first
 
     def release_engine(self) -> None:
@@ -147,7 +130,9 @@ class ParentGuard:
                 self._ask_server_to_end()
                 asked_to_end = True
             if self._runtime is not None:
-                self._answer_launcher(self._runtime, self._runtime.own_reports())
+                reports = self._runtime.own_reports()
+                self._show_life(reports)
+                self._answer_launcher(self._runtime, reports)
 
     def _remove_if_last(self) -> None:
         """Remove the server's directory if its launcher, whose task that is, has gone."""
@@ -163,6 +148,15 @@ class ParentGuard:
             return "the launcher is gone"
         engine = self._engine
         return engine.failure if self._launcher is None and engine is not None else None
+
+    def _show_life(self, reports: StubReports) -> None:
+        engine = self._engine
+        # A broken engine does not move any more; the launcher is told why.
+        works = engine is not None and engine.failure is None
+        progress = engine.progress if engine is not None and works else None
+        if progress is None or progress != self._progress:
+            reports.show_life()
+        self._progress = progress
 
     def _answer_launcher(self, runtime: RuntimeDirectory, reports: StubReports) -> None:
         engine = self._engine

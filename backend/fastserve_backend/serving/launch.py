@@ -34,6 +34,7 @@ from fastserve_backend.errors import FastServeError
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
 from fastserve_backend.serving.installation import TritonInstallation
+from fastserve_backend.serving.liveness import LOOK_INTERVAL_S
 from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.public_host import check_public_host
 from fastserve_backend.serving.repository import ENGINE_FILE, write_model
@@ -52,9 +53,6 @@ START_TIMEOUT_S = ENGINE_START_TIMEOUT_S + 60.0
 _START_TRIES = 3
 # How long an interrupted download or conversion may take to clean up.
 _FETCH_END_S = 3.0
-# How often the launcher looks for the file in which a stub reports a broken engine. It notices the
-# death of a process at once.
-_WATCH_INTERVAL_S = 0.5
 
 
 class _Trouble(NamedTuple):
@@ -70,11 +68,11 @@ class _Trouble(NamedTuple):
 class TritonServer:
     """A tritonserver that serves one or several models; a context manager that starts and stops it.
 
-    When the server or a stub dies, or an engine breaks, the whole server is restarted: only this
-    ends the streams of clients whose stub is gone. After three restarts in ten minutes the next
-    ones come after growing pauses. When an engine has used up its own restarts, or a model cannot
-    be loaded any more, the server is given up: it is ended, so that it does not claim to be ready,
-    and ``wait`` returns 1.
+    When the server or a stub dies or hangs, or an engine breaks, the whole server is restarted:
+    only this ends the streams of clients whose stub is gone. After three restarts in ten minutes
+    the next ones come after growing pauses. When an engine has used up its own restarts, or a model
+    cannot be loaded any more, the server is given up: it is ended, so that it does not claim to be
+    ready, and ``wait`` returns 1.
 
     Port 0 is any free port; ``endpoints`` has its number after ``start``. Restarts keep it.
 
@@ -380,7 +378,7 @@ class TritonServer:
         wake = self._wake_receiver.fileno()
         while True:
             stubs.update()
-            ready = wait_readable(_WATCH_INTERVAL_S, wake, server, *stubs.handles)
+            ready = wait_readable(LOOK_INTERVAL_S, wake, server, *stubs.handles)
             if self._stopping:
                 return None
             if server in ready:
@@ -391,6 +389,8 @@ class TritonServer:
                 if (failure := reports.failure()) is not None:
                     reason = f"the engine of {reports.model()} failed: {failure}"
                     return _Trouble(reason, kill=False, is_final=reports.gave_up.is_set())
+            if (hung := self._server.find_hung()) is not None:
+                return _Trouble(hung)
 
     def _retire(self, *, kill: bool) -> None:
         if self._server is not None:

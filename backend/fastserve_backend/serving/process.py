@@ -29,6 +29,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.grpc_status import GRPC_STATUS_HEADER
 from fastserve_backend.serving.installation import TritonInstallation
+from fastserve_backend.serving.liveness import AnswerCount, ProcessLife
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 from fastserve_backend.serving.stubs import LoadedStubs
 
@@ -52,6 +53,8 @@ _STUB_TIMEOUT_S = 120
 # With the usual 32, each response wakes another thread, whose memory is not in the core's cache.
 _RESPONSE_THREADS = 2
 _READY_POLL_S = 0.05
+# How long a question to a server that works may take on a busy machine.
+_LIVE_TIMEOUT_S = 5.0
 # After its models are loaded, tritonserver is ready within milliseconds. It was seen to wait for
 # ever (docs/several_models.md).
 _UNNOTICED_S = 30.0
@@ -131,6 +134,8 @@ class ServerProcess:
                 log.close()
         self.handle = os.pidfd_open(self._process.pid)
         """A pidfd, which is readable once the server has ended."""
+        self._life = ProcessLife(self._process.pid)
+        self._liveness: AnswerCount | None = None  # once the server is ready
         self._raise_limit_of_open_files()
 
     @property
@@ -165,6 +170,15 @@ class ServerProcess:
             foreign = ", ".join(sorted(missing))
             raise LaunchError(f"the server does not run this model ({foreign}){self._log_hint()}")
         self._probe(deadline, cancelled)
+        self._liveness = AnswerCount(
+            lambda: self._request("GET", "/v2/health/live", None, _LIVE_TIMEOUT_S)
+        )
+
+    def find_hung(self) -> str | None:
+        """Says which process of a server that was ready does nothing any more; None: all work. To
+        be asked every ``LOOK_INTERVAL_S``."""
+        fault = self._life.find_fault(None if self._liveness is None else self._liveness.number)
+        return self.stubs.find_hung() if fault is None else f"tritonserver {fault}"
 
     def drain(self, hurrying: Callable[[], bool]) -> None:
         """Returns when all requests are answered, late ones with an error, or when the server or
@@ -199,6 +213,8 @@ class ServerProcess:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+        if self._liveness is not None:
+            self._liveness.close()
         self._runtime.kill_processes()
         self._runtime.remove_shared_memory()
         self._remove_directory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,6 +19,13 @@ class Mark:
     def is_set(self) -> bool:
         return self._path.exists()
 
+    def set_at_ns(self) -> int | None:
+        """When it was set last, in nanoseconds of the file system's clock; None: never."""
+        try:
+            return self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
 
 class StubReports:
     """The reports of one stub, in a directory that has its process id as name. A model that is
@@ -30,6 +38,8 @@ class StubReports:
         self._failure_file = directory / "failure.txt"
         self.loaded = Mark(directory / "loaded")
         """Set once the model is loaded: from now on the end of the stub is a failure."""
+        self.alive = Mark(directory / "alive")
+        """Set several times a second, while the stub and its engine work."""
         self.gave_up = Mark(directory / "gave-up")
         """Set before a failure: the engine has used up its restarts of ranks, so the server must
         not be restarted either."""
@@ -40,6 +50,10 @@ class StubReports:
         """Called before the stub loads the model of this name."""
         self._directory.mkdir()
         _write_at_once(self._model_file, model)
+
+    def show_life(self) -> None:
+        with suppress(FileNotFoundError):  # the directory has just been removed
+            self.alive.set()
 
     def report_failure(self, reason: str) -> None:
         """The model cannot load, or its engine broke."""

@@ -1,10 +1,11 @@
-"""The launcher's view of the stubs: which models are loaded, and whose process has ended."""
+"""The launcher's view of the stubs: which models are loaded, whose process has ended or hangs."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 
+from fastserve_backend.serving.liveness import ProcessLife
 from fastserve_backend.serving.reports import StubReports
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
@@ -15,6 +16,7 @@ class LoadedStubs:
     def __init__(self, runtime: RuntimeDirectory) -> None:
         self._runtime = runtime
         self._handles: dict[int, int] = {}  # process id → pidfd
+        self._lives: dict[int, ProcessLife] = {}  # of the same processes
         self.reports: list[StubReports] = []
         """Those of the loaded models, as `update` found them."""
 
@@ -30,8 +32,10 @@ class LoadedStubs:
         pids = {one.pid for one in self.reports}
         for pid in self._handles.keys() - pids:
             os.close(self._handles.pop(pid))
+            del self._lives[pid]
         for pid in pids - self._handles.keys():
             self._handles[pid] = _open_process(pid)
+            self._lives[pid] = ProcessLife(pid)
 
     @property
     def handles(self) -> list[int]:
@@ -50,6 +54,14 @@ class LoadedStubs:
             # It withdraws its reports before it ends.
             if self._handles[reports.pid] in ended and reports.loaded.is_set():
                 return reports.model()
+        return None
+
+    def find_hung(self) -> str | None:
+        """Says which model's process does nothing any more; None: all work."""
+        for reports in self.reports:
+            fault = self._lives[reports.pid].find_fault(reports.alive.set_at_ns())
+            if fault is not None and reports.loaded.is_set():  # else it is unloaded
+                return f"the process of {reports.model()} {fault}"
         return None
 
     def close(self) -> None:

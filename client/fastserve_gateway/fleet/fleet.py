@@ -19,7 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
+from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import (
     ClientError,
@@ -62,7 +62,8 @@ class Fleet:
 
     What a server refuses, or loses before the first token, goes to another one. If it is lost after
     the first token, another one goes on with the answer: it gets the output so far beside the
-    prompt, and no text comes twice. A single server gets everything, and is not watched.
+    prompt, and no text comes twice. A server whose model does not answer gets nothing more, and its
+    jobs fail as those of a dead one. A single server gets everything, and shows no pictures.
 
     Args:
         clients: of the model's servers, by URL. The fleet closes them.
@@ -86,7 +87,6 @@ class Fleet:
                 client,
                 partial(self._on_load, number),
                 partial(self._on_health, number),
-                self._has_server_up,
             )
             for number, (url, client) in enumerate(clients.items())
         ]
@@ -123,7 +123,7 @@ class Fleet:
                     output_ids_so_far=answer.token_ids,
                     **answer.options(),
                 ) as chunks:
-                    while (chunk := await _next_of(chunks, attempt, answer)) is not None:
+                    async for chunk in chunks:
                         if not attempt.has_begun:
                             attempt.has_begun = True
                             self._on_first_token(attempt)
@@ -158,10 +158,9 @@ class Fleet:
         job = self._job(prompt, options)
         while True:
             with self._attempt(job, await self._find_server(job)) as attempt:
-                async with attempt.server.unless_lost():
-                    answer = await attempt.server.client.generate(
-                        prompt, request_id=request_id, trace_context=trace_context, **options
-                    )
+                answer = await attempt.server.client.generate(
+                    prompt, request_id=request_id, trace_context=trace_context, **options
+                )
                 self._router.on_first_token(attempt.choice)
                 return answer
 
@@ -192,12 +191,11 @@ class Fleet:
         return await self._ask(lambda client: client.detokenize(token_ids))
 
     async def is_ready(self) -> bool:
-        """Whether at least one server has the model and answers."""
+        """Whether the model of at least one server answers and takes requests."""
+        answering = [server for server in self._servers if not server.silence.is_lost]
         if not self._chooses:
-            return await self._servers[0].client.is_ready()
-        return any(
-            server.health in (ServerHealth.UP, ServerHealth.SILENT) for server in self._servers
-        )
+            return bool(answering) and await self._servers[0].client.is_ready()
+        return any(server.health in (ServerHealth.UP, ServerHealth.SILENT) for server in answering)
 
     async def close(self) -> None:
         """Ends running jobs with an error."""
@@ -205,8 +203,10 @@ class Fleet:
         await asyncio.gather(*(server.client.close() for server in self._servers))
 
     async def __aenter__(self) -> Self:
+        watching = [server.silence.listen() for server in self._servers]
         if self._chooses:
-            self._followers = [asyncio.create_task(server.follow()) for server in self._servers]
+            watching += [server.follow() for server in self._servers]
+        self._followers = [asyncio.create_task(one) for one in watching]
         return self
 
     async def __aexit__(
@@ -287,12 +287,13 @@ class Fleet:
     def _choose(self, request: RoutedRequest, refusals: Mapping[int, ClientError]) -> ServerChoice:
         tried = refusals.keys()
         if len(tried) < _MAX_TRIES:
-            for excluded in (tried | self._silent, tried):
+            out = tried | self._lost()
+            for excluded in (out | self._silent, out):
                 choice = self._router.choose(request, time.monotonic(), excluded)
                 if choice is not None:
                     return choice
         if not refusals:
-            raise ServerUnavailable(f"no server of model {self._model} takes requests")
+            raise self._no_server()
         errors = list(refusals.values())
         full = [error for error in errors if isinstance(error, ServerOverloaded)]
         # One whose queue is full may take the job sooner than one where the tenant is at its limit.
@@ -300,17 +301,19 @@ class Fleet:
 
     async def _ask(self, ask: Callable[[AsyncFastServeClient], Awaitable[ResultT]]) -> ResultT:
         """The answer of any server to what is no job."""
-        servers = random.sample(self._servers, len(self._servers))
+        lost = self._lost()
+        able = [server for number, server in enumerate(self._servers) if number not in lost]
+        if not able:
+            raise self._no_server()
+        servers = random.sample(able, len(able))
         servers.sort(key=lambda server: _ASK_ORDER.index(server.health))
         *others, last = servers[:_MAX_TRIES]
         for server in others:
             try:
-                async with server.unless_lost():
-                    return await ask(server.client)
+                return await ask(server.client)
             except ServerUnavailable:
                 continue
-        async with last.unless_lost():
-            return await ask(last.client)
+        return await ask(last.client)
 
     def _on_first_token(self, attempt: _Attempt) -> None:
         now_s, choice = time.monotonic(), attempt.choice
@@ -320,8 +323,12 @@ class Fleet:
         if self._chooses:
             self._metrics.expected_s.labels(*labels).observe(choice.delay_s)
 
-    def _has_server_up(self) -> bool:
-        return any(server.health is ServerHealth.UP for server in self._servers)
+    def _lost(self) -> set[int]:
+        """Servers that get nothing until their model answers again."""
+        return {number for number, one in enumerate(self._servers) if one.silence.is_lost}
+
+    def _no_server(self) -> ServerUnavailable:
+        return ServerUnavailable(f"no server of model {self._model} takes requests")
 
     def _on_load(self, number: int, load: ServerLoad) -> None:
         self._router.on_load(number, load, time.monotonic())
@@ -337,15 +344,6 @@ class Fleet:
             self._router.on_up(number)
         elif server.health is ServerHealth.DOWN:
             self._router.on_down(number)
-
-
-async def _next_of(chunks: AsyncTokenStream, attempt: _Attempt, answer: KeptAnswer) -> Chunk | None:
-    """The next chunk; None: the answer has ended. Raises ClientError, also if the server hangs and
-    another one may go on."""
-    if attempt.has_begun and not answer.may_move:
-        return await anext(chunks, None)
-    async with attempt.server.unless_lost():
-        return await anext(chunks, None)
 
 
 @dataclass(slots=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from enum import Enum
 
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.aio_watch import AsyncEngineWatch
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.engine_state import EngineState
-from fastserve_client.errors import ClientError, ConnectionFailed, ServerOverloaded
+from fastserve_client.errors import ClientError, ServerOverloaded
 from fastserve_client.retry import FIRST_DELAY_S, MAX_DELAY_S
 
+from fastserve_gateway.fleet.silence import SilenceWatch
 from fastserve_gateway.routing.server_load import ServerLoad
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 0.25
 """Between two pictures. The router estimates what happens in between."""
 SILENT_S = 5.0
-"""A server without a picture for so long is in a long iteration, or hangs."""
+"""A server without a picture for so long is in a long iteration, or is about to be lost."""
 
 
 class ServerHealth(Enum):
@@ -30,7 +30,7 @@ class ServerHealth(Enum):
     """It has not answered yet. It is tried after all that are up."""
     UP = "up"
     SILENT = "silent"
-    """Its model is ready, but gives no pictures. It is tried after all that are up."""
+    """It gives no pictures. It is tried after all that are up."""
     DOWN = "down"
     """It does not answer, drains, or does not have the model."""
 
@@ -44,7 +44,6 @@ class WatchedServer:
         name: its URL, which has no credentials.
         on_load: called with each picture's load.
         on_health: called after each change of ``health``.
-        others_are_up: whether another server can take what waits for this one.
     """
 
     def __init__(
@@ -53,15 +52,13 @@ class WatchedServer:
         client: AsyncFastServeClient,
         on_load: Callable[[ServerLoad], None],
         on_health: Callable[[], None],
-        others_are_up: Callable[[], bool],
     ) -> None:
         self.name = name
         self.client = client
+        self.silence = SilenceWatch(client)
         self.health = ServerHealth.UNKNOWN
         self._on_load = on_load
         self._on_health = on_health
-        self._others_are_up = others_are_up
-        self._waits: set[asyncio.Timeout] = set()
 
     async def follow(self) -> None:
         """Never returns."""
@@ -85,39 +82,14 @@ class WatchedServer:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
-    @asynccontextmanager
-    async def unless_lost(self) -> AsyncIterator[None]:
-        """Waits for the server, unless it hangs: its connection may hold for ever, such as that of
-        a paused container. Raises ConnectionFailed if it does.
-        """
-        try:
-            async with asyncio.timeout(None) as wait:
-                self._waits.add(wait)
-                try:
-                    yield
-                finally:
-                    self._waits.discard(wait)
-        except TimeoutError:
-            raise ConnectionFailed(f"{self.name} does not answer any more") from None
-
-    def _end_waits(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for wait in self._waits:
-            wait.reschedule(now_s)
-
     async def _next_picture(self, watch: AsyncEngineWatch) -> EngineState:
-        """Raises ClientError, also if there is no picture and the server does not answer."""
+        """Raises ClientError, also if the model is lost meanwhile."""
         picture = asyncio.ensure_future(anext(watch))
         try:
-            while not (await asyncio.wait((picture,), timeout=SILENT_S))[0]:
-                if self.health is not ServerHealth.DOWN:
-                    self._note(ServerHealth.SILENT, f"it has shown no state for {SILENT_S:g} s")
-                # Also finds out that the host is gone: a watch sends nothing by itself.
-                if not await self.client.is_ready(SILENT_S):
-                    if self._others_are_up():
-                        self._end_waits()
-                    raise ConnectionFailed("it neither shows its state nor says that it is ready")
-            return picture.result()
+            await asyncio.wait((picture,), timeout=SILENT_S)
+            if not picture.done() and self.health is not ServerHealth.DOWN:
+                self._note(ServerHealth.SILENT, f"it has shown no state for {SILENT_S:g} s")
+            return await picture
         finally:
             await cancel_all((picture,))
 

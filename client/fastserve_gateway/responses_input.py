@@ -53,7 +53,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], path: str) -
         # The summary is there for people; it stands in where the text is missing.
         parts = item.get("content") or item.get("summary") or ""
         field = "content" if item.get("content") else "summary"
-        messages.append(assistant_message("", _text(parts, f"{path}.{field}")))
+        if reasoning := _text(parts, f"{path}.{field}"):
+            messages.append(assistant_message("", reasoning))
     elif kind == "function_call":
         values = [text_field(item, name, path) for name in ("call_id", "name", "arguments")]
         if not _continues(messages):

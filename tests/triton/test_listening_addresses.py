@@ -10,7 +10,9 @@ import httpx2
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.errors import LaunchError, OldTritonError, PortInUseError
+from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.public_host import check_public_host
 from fastserve_client import FastServeClient
 from serving_client import ANSWER_TIMEOUT_S
 from tiny_model import START_TIMEOUT_S, engine_options
@@ -64,12 +66,8 @@ def test_an_old_server_listens_for_others_only_if_told_to(
     tiny_config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(OldTritonError, match=r"^host: got 0\.0\.0\.0 with tritonserver 24\.10"):
-        TritonServer(tiny_config, host="0.0.0.0").start()
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        server = TritonServer(tiny_config, host="0.0.0.0", http_port=port, allow_old_triton=True)
-        with pytest.raises(PortInUseError):
-            server.start()
+        TritonServer(tiny_config, host="0.0.0.0", http_port=0, grpc_port=0, metrics_port=0).start()
+    check_public_host("0.0.0.0", TritonInstallation.find(), True)
     assert "without any authentication" in caplog.text
 
 

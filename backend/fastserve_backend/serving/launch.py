@@ -177,9 +177,8 @@ class TritonServer:
         self._check_options()
         self._timeout_s = timeout_s
         installation = TritonInstallation.find()
-        check_public_host(self._wanted.host, installation, self._allow_old_triton)
-        with self._wanted.claim():
-            pass  # a busy port shows before a long download
+        with self._wanted.claim():  # a busy port shows before a long download
+            check_public_host(self._wanted.host, installation, self._allow_old_triton)
         if any(config.model.device != "cuda" for config in self._models.values()):
             _start_build()
         self.is_fetching = True  # set first, so that a request to stop interrupts from now on

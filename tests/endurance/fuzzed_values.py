@@ -190,6 +190,7 @@ GOOD: dict[str, Draw] = dict.fromkeys(
     "parameters": _parameters,
     protocol.TEXT_INPUT: _PROMPT,
     protocol.INPUT_IDS: _TOKEN_IDS,
+    protocol.OUTPUT_IDS_SO_FAR: _TOKEN_IDS,
     protocol.MESSAGES: _some(_message, 1),
     protocol.WATCH_INTERVAL_MS: whole_number(40, 10_010),
     protocol.TASK: _one_of(*protocol.TASKS, "sing"),

@@ -34,6 +34,7 @@ all-sm_80 all-sm_90: EMULATED += $(addprefix tests/kernels/gpu/,test_experts_ker
 
 # A recipe that names $(MAKE) itself would run under `make -n`, with all its other commands.
 RUN_EMULATED = $(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
+RUN_AUDIT = $(MAKE) audit
 
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
@@ -133,7 +134,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	@$(BIN)/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/26.0/json", timeout=10)' \
-	  2>/dev/null && $(MAKE) audit || echo "make audit: PyPI tells no vulnerabilities here; nothing was audited"
+	  2>/dev/null && $(RUN_AUDIT) || echo "make audit: PyPI tells no vulnerabilities here; nothing was audited"
 
 docs: $(INSTALLED)
 	$(BIN)/python tests/support/configuration_page.py

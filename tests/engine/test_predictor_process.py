@@ -193,7 +193,7 @@ def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         tmp_path / "cache" / "fastserve" / "length_prediction"
     }
     # The default directory is no mistake of the user.
-    (tmp_path / "cache").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     default = EngineConfig().with_keys(length_prediction="on")
     assert PredictorSettings.of(default) == PredictorSettings(None, 20000)
 

@@ -105,7 +105,9 @@ def test_a_turn_goes_on_from_the_host(
 def has_left_device(llm: LLM, service: ServiceLevel) -> bool:
     """Whether all KV of the paused session is on the host or on the disk."""
     kv = llm.engine._loop.kv
-    turn = kv._sessions._turns.get(SessionKey(service.tenant, service.session_id))
+    turn = kv._sessions._turns.get(
+        SessionKey(service.tenant, service.session_id, service.cache_salt)
+    )
     if turn is None:
         return False
     is_on_host = kv.tiers.num_saved(turn.job.number) >= turn.num_tokens

@@ -130,8 +130,8 @@ def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
         # transformers would use it for the rotation alone.
         (NEOX | {"head_dim": 16}, "head_dim is 16, expected hidden_size / num_attention_heads, 32"),
         # The refusal comes before that many frequencies are computed.
-        (LLAMA | {"head_dim": 10**15}, "is 1000000000000000, but the attention kernels need"),
-        (NEOX | {"hidden_size": 10**15}, "but the attention kernels need a multiple of 8 up to"),
+        (LLAMA | {"head_dim": 4096}, "is 4096, but the attention kernels need"),
+        (NEOX | {"hidden_size": 2**17}, "but the attention kernels need a multiple of 8 up to"),
     ],
 )
 def test_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

@@ -27,8 +27,6 @@ ATTACKS_AT_ONCE = 6
 # Of the manifests, in deploy/kubernetes/base/gateway.yaml.
 FLAGS = ("--max-body-bytes=2097152", "--max-held-bytes=8388608")
 MOST_MIB = 512
-MOST_SLOWDOWN = 1.5
-"""Of the P95 of honest requests, on two quiet cores, a part of which the attacker takes itself."""
 KEYS = {"alice": "A-key-000000", "bob": "B-key-000000", "mallory": "M-key-000000"}
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("unharmed")]
@@ -127,5 +125,3 @@ def test_an_attacker_hurts_nobody(
     assert metric(url, "fastserve_worker_restarts_total") == restarts
     assert attacked.peak_mib < MOST_MIB
     assert len(attacker.sent) > 10
-    if is_long:
-        assert attacked.p95_s <= MOST_SLOWDOWN * alone.p95_s

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,67 @@ def test_only_the_api_is_outside(proxy: Proxy) -> None:
         assert proxy.get(path).status_code == 404
     with pytest.raises(httpx2.ConnectError, match="certificate"):  # it speaks TLS
         httpx2.get(f"{proxy.url}/health", timeout=REQUEST_TIMEOUT_S)
+
+
+# What the proxy does not let through: it has a route at the gateway alone.
+HIDDEN = b"GET /live/servers HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+CHUNK = b"%x\r\n%s\r\n0\r\n\r\n" % (len(HIDDEN), HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (["Content-Length: 0", "Transfer-Encoding: chunked"], CHUNK),
+        ([f"Content-Length: {len(CHUNK)}", "Transfer-Encoding: chunked"], CHUNK),
+        (
+            [f"Content-Length: {5 + len(HIDDEN)}", "Transfer-Encoding: chunked"],
+            b"0\r\n\r\n" + HIDDEN,
+        ),
+        (
+            [f"Content-Length: {5 + len(HIDDEN)}", "Transfer-Encoding: xchunked"],
+            b"0\r\n\r\n" + HIDDEN,
+        ),
+        (
+            [f"Content-Length: {5 + len(HIDDEN)}", "Transfer-Encoding : chunked"],
+            b"0\r\n\r\n" + HIDDEN,
+        ),
+        (
+            [f"Content-Length: {5 + len(HIDDEN)}", "Transfer-Encoding:\x0bchunked"],
+            b"0\r\n\r\n" + HIDDEN,
+        ),
+        (
+            [f"Content-Length: {5 + len(HIDDEN)}", "X: y\r\n Transfer-Encoding: chunked"],
+            b"0\r\n\r\n" + HIDDEN,
+        ),
+        (["Transfer-Encoding: identity, chunked"], b"0\r\n\r\n" + HIDDEN),
+        (["Transfer-Encoding: chunked", "Transfer-Encoding: identity"], b"0\r\n\r\n" + HIDDEN),
+        (["Content-Length: 0", f"Content-Length: {len(HIDDEN)}"], HIDDEN),
+        ([f"Content-Length: {len(HIDDEN)}, 0"], HIDDEN),
+        ([f"Content-Length: +{len(HIDDEN)}"], HIDDEN),
+        (["Transfer-Encoding: chunked"], b"0\n\n" + HIDDEN),
+        (["Transfer-Encoding: chunked"], b"2;\nxx" + CHUNK),
+        (["Transfer-Encoding: chunked"], b"0\r\nX: y\r\n\r\n" + HIDDEN),
+        (["Expect: 100-continue", f"Content-Length: {len(HIDDEN)}"], HIDDEN),
+    ],
+    ids=str,
+)
+def test_no_request_hides_in_another_one(
+    proxy: Proxy, gateway: RunningGateway, headers: list[str], body: bytes
+) -> None:
+    before = gateway.num_requests("/live/servers", 200)
+    host, port = proxy.url.removeprefix("https://").split(":")
+    lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]
+    with (
+        socket.create_connection((host, int(port)), REQUEST_TIMEOUT_S) as plain,
+        proxy.trust.wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        # The end tells a proxy that waits for more of a body that it has come.
+        end = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        connection.sendall("\r\n".join(lines).encode() + body + end)
+        with suppress(OSError):  # a proxy that refuses it may close before it has read all
+            while connection.recv(1 << 16):
+                pass
+    assert proxy.get("/health").status_code == 200
+    assert gateway.num_requests("/live/servers", 200) == before
+    gateway.get("/live/servers")
+    wait_for(lambda: gateway.num_requests("/live/servers", 200) == before + 1)  # so it counts

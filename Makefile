@@ -133,8 +133,8 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
-	@$(BIN)/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/26.0/json", timeout=10)' \
-	  2>/dev/null && $(RUN_AUDIT) || echo "make audit: PyPI tells no vulnerabilities here; nothing was audited"
+	@if $(BIN)/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/26.0/json", timeout=10)' \
+	  2>/dev/null; then $(RUN_AUDIT); else echo "PyPI tells no vulnerabilities here: nothing was audited"; fi
 
 docs: $(INSTALLED)
 	$(BIN)/python tests/support/configuration_page.py

@@ -18,7 +18,7 @@ from fastserve_gateway.errors import ApiError, from_validation, invalid
 from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.json_size import check_number_of_values
 from fastserve_gateway.schemas import RequestBody
-from fastserve_gateway.strict_fields import MAX_NAME_CHARS, MAX_NAMES, Body
+from fastserve_gateway.strict_fields import Body, first_names
 
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
 READ_TIMEOUT_S = 60.0
@@ -110,7 +110,7 @@ def ignored_fields(names: Sequence[str], *, strict: bool) -> dict[str, str]:
     Raises:
         ApiError: there are some, and ``strict`` (400).
     """
-    shown = [quote(name[:MAX_NAME_CHARS]) for name in names[:MAX_NAMES]]
+    shown = list(map(quote, first_names(names)))
     if not shown:
         return {}
     if strict:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-from fastserve_gateway.errors import ApiError
+from fastserve_gateway.errors import share_used_up
 from fastserve_gateway.shares import Shares
 
 MAX_CONNECTIONS = 8192
@@ -69,11 +69,10 @@ class Connections:
             return
         if not self._tenants.allows(tenant, 1):
             self._on_refusal()
-            raise ApiError(
-                429,
-                f"tenant {tenant or ''!r} has used up its share of the connections: it has "
-                f"{self._tenants.held(tenant)}; close some, or send requests one after another",
-                code="rate_limit_exceeded",
+            raise share_used_up(
+                tenant,
+                f"the connections: it has {self._tenants.held(tenant)}; close some, or send "
+                "requests one after another",
                 headers={"Connection": "close"},
             )
         self.on_end(connection)

@@ -24,12 +24,11 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from fastserve_gateway.shown_values import shown_value
+from fastserve_gateway.strict_fields import MAX_NAME_CHARS
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_CHARS = 80
-# Of a path's step, which may be a key that the client has made up.
-_MAX_STEP_CHARS = 64
+_MAX_MODEL_CHARS = 80
 
 RETRY_AFTER_S = 1
 """Under load a job ends, and frees a place in the queue, about once in this time."""
@@ -119,11 +118,23 @@ def invalid(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param}: {reason}", param=param)
 
 
+def share_used_up(
+    tenant: str | None, share: str, headers: Mapping[str, str] | None = None
+) -> ApiError:
+    """The error for a tenant that leaves the others too little of something.
+
+    Args:
+        share: what it has a share of, how much it has, and the remedy.
+    """
+    message = f"tenant {tenant or ''!r} has used up its share of {share}"
+    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
 def no_such_model(name: str, known: Sequence[str]) -> ApiError:
     """The error for a model that is none of the ``known`` ones."""
     names = ", ".join(map(repr, known))
     there = f"there is {names}" if len(known) == 1 else f"there are {names}"
-    given = name if len(name) <= _MAX_NAME_CHARS else f"{name[:_MAX_NAME_CHARS]}…"
+    given = name if len(name) <= _MAX_MODEL_CHARS else f"{name[:_MAX_MODEL_CHARS]}…"
     message = f"model: got {given!r}; no such model; {there}"
     return ApiError(404, message, param="model", code="model_not_found")
 
@@ -140,7 +151,7 @@ def no_such_route() -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The first mistake in a request's body, without texts of the request."""
     first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part)[:_MAX_STEP_CHARS] for part in first["loc"])
+    param = ".".join(str(part)[:MAX_NAME_CHARS] for part in first["loc"])
     message = what_is_allowed(first["type"], first["msg"], "a JSON object")
     if param:
         # This project's own messages say themselves what was given.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fastserve_gateway.errors import ApiError
+from fastserve_gateway.errors import ApiError, share_used_up
 from fastserve_gateway.shares import Shares
 
 Take = Callable[[int], None]
@@ -57,11 +57,9 @@ class HeldBodies:
                 "it may; send it again later",
                 code="gateway_full",
             )
-        return ApiError(
-            429,
-            f"tenant {tenant!r} has used up its share of the {self._max_bytes} bytes that the "
-            "gateway holds of unanswered requests and of their answers: it has "
-            f"{self._shares.held(tenant)}, and may have {self._shares.most(tenant)} now; "
-            "send it again when one of its answers has ended",
-            code="rate_limit_exceeded",
+        return share_used_up(
+            tenant,
+            f"the {self._max_bytes} bytes that the gateway holds of unanswered requests and of "
+            f"their answers: it has {self._shares.held(tenant)}, and may have "
+            f"{self._shares.most(tenant)} now; send it again when one of its answers has ended",
         )

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 
-from fastserve_gateway.errors import ApiError
+from fastserve_gateway.errors import ApiError, share_used_up
 
 # A model process does such work one after another. More than one at a time hides the way there.
 NUM_AT_ONCE = 2
@@ -58,11 +58,10 @@ class Turns:
             if not isinstance(error, TimeoutError):
                 raise
             self._on_timeout()
-            raise ApiError(
-                429,
-                f"tenant {tenant or ''!r} has used up its share of the work beside jobs: its "
-                f"earlier requests took more than {TURN_TIMEOUT_S:g} s; send fewer at a time",
-                code="rate_limit_exceeded",
+            raise share_used_up(
+                tenant,
+                f"the work beside jobs: its earlier requests took more than {TURN_TIMEOUT_S:g} s; "
+                "send fewer at a time",
             ) from None
 
     def _give_up(self, tenant: str | None, turn: asyncio.Future[None]) -> None:

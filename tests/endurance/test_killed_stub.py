@@ -17,7 +17,7 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.system import restart_limit
-from launched import is_serving, leaving_nothing, start_server
+from launched import is_serving, server_leaving_nothing
 from running_server import job_held
 from serving_client import GrpcStream
 from waiting import wait_for
@@ -38,27 +38,22 @@ def test_the_stub_is_killed_under_load(
     kills = KILLS if is_long else 1
     monkeypatch.setattr(restart_limit, "_MAX_RESTARTS", kills)
     error_s = ready_s = 0.0
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
-        started.append((server.runtime, server.endpoints))
-        try:
-            prefix = server.runtime.shared_memory_prefix
-            num_names = len(names(prefix))
-            for number in range(kills):
-                with job_held(server, partial(load, server), STREAMS) as streams:
-                    killed_s = time.monotonic()
-                    os.kill(server.runtime.stub_pid(), signal.SIGKILL)
-                    for stream in streams:
-                        assert stream.until_error(DEADLINE_S)
-                    error_s = max(error_s, time.monotonic() - killed_s)
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
+        prefix = server.runtime.shared_memory_prefix
+        num_names = len(names(prefix))
+        for number in range(kills):
+            with job_held(server, partial(load, server), STREAMS) as streams:
+                killed_s = time.monotonic()
+                os.kill(server.runtime.stub_pid(), signal.SIGKILL)
                 for stream in streams:
-                    stream.cancel()
-                wait_for(lambda number=number: is_serving(server, number + 1), DEADLINE_S)
-                ready_s = max(ready_s, time.monotonic() - killed_s)
-                wait_for(lambda: len(names(prefix)) == num_names)
-            assert server.restarts == kills
-        finally:
-            server.stop()
+                    assert stream.until_error(DEADLINE_S)
+                error_s = max(error_s, time.monotonic() - killed_s)
+            for stream in streams:
+                stream.cancel()
+            wait_for(lambda number=number: is_serving(server, number + 1), DEADLINE_S)
+            ready_s = max(ready_s, time.monotonic() - killed_s)
+            wait_for(lambda: len(names(prefix)) == num_names)
+        assert server.restarts == kills
     if is_long:
         assert error_s <= ERROR_S
         assert ready_s <= READY_S

@@ -14,9 +14,8 @@ from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.saved_state import FILE_NAME
 from live_engine import small_engine
 from started_processes import StartedProcesses, noting_processes
-from waiting import wait_for
+from waiting import PREDICTOR_LOAD_S, wait_for
 
-LOAD_S = 300.0
 # Long enough that predictions come while they run.
 SHORT = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
@@ -44,7 +43,7 @@ def predicting_engine(
         checkpoint, tokenizer, policy="speculative", length_prediction_dir=str(directory)
     ) as llm:
         yield llm
-        assert llm.engine.drain(LOAD_S)
+        assert llm.engine.drain(PREDICTOR_LOAD_S)
         assert not predictions_of(llm)._unfinished
         assert all_counted(llm)
 
@@ -53,7 +52,7 @@ def predicting_engine(
 def predicting(predicting_engine: LLM) -> LLM:
     """The engine, whose predictor has loaded. An earlier test may have ended the one before."""
     client = predictions_of(predicting_engine)._client
-    wait_for(lambda: client.is_loaded, LOAD_S)
+    wait_for(lambda: client.is_loaded, PREDICTOR_LOAD_S)
     return predicting_engine
 
 
@@ -90,13 +89,13 @@ def test_lengths_are_learned_from_jobs_and_then_predicted(
 ) -> None:
     predictions = predictions_of(predicting)
     assert answers(predicting) == expected
-    wait_for(lambda: predictions.num_entries >= len(PROMPTS), LOAD_S)
+    wait_for(lambda: predictions.num_entries >= len(PROMPTS), PREDICTOR_LOAD_S)
 
     def predicted_from_neighbours() -> bool:
         assert answers(predicting) == expected
         return predictions.counters.predictions["neighbours"] > 0
 
-    wait_for(predicted_from_neighbours, LOAD_S)
+    wait_for(predicted_from_neighbours, PREDICTOR_LOAD_S)
     counters = predictions.counters
     assert counters.real_tokens > 0
     # The same prompts have had the same lengths each time.
@@ -140,7 +139,7 @@ def test_a_killed_predictor_costs_no_job_anything(
         assert answers(predicting) == expected
         assert predictions.counters.fallbacks["down"] == down_before + len(PROMPTS)
     predictions._client.start()
-    wait_for(lambda: predictions._client.is_loaded, LOAD_S)
+    wait_for(lambda: predictions._client.is_loaded, PREDICTOR_LOAD_S)
     assert newest_predictor(started) != first
     wait_for(lambda: all_counted(predicting))
 
@@ -162,5 +161,5 @@ def test_a_stopped_predictor_costs_no_job_anything(
     assert answers(predicting) == expected
     assert predictions.counters.fallbacks["slow"] == slow_before + 2 * len(PROMPTS)
     monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.5)
-    wait_for(lambda: not stopped.is_running(), LOAD_S)
+    wait_for(lambda: not stopped.is_running(), PREDICTOR_LOAD_S)
     wait_for(lambda: all_counted(predicting))

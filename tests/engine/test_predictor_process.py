@@ -24,9 +24,8 @@ from fastserve_backend.length_prediction.settings import PredictorSettings, defa
 from fastserve_backend.system import helper_process
 from no_home import leave_without_home
 from started_processes import has_ended, noting_processes
-from waiting import wait_for
+from waiting import PREDICTOR_LOAD_S, wait_for
 
-LOAD_S = 300.0
 PREDICTOR = "fastserve_backend.length_prediction"
 CAPACITY = 1000
 # Words that no file of the predictor has any reason to hold.
@@ -50,7 +49,7 @@ class Answers:
 
     def wait(self, number: int) -> Predicted:
         with self._news:
-            assert self._news.wait_for(lambda: number in self._answers, LOAD_S)
+            assert self._news.wait_for(lambda: number in self._answers, PREDICTOR_LOAD_S)
             return self._answers[number]
 
 
@@ -70,7 +69,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a predictor that has learned ``LESSONS`` and ended."""
     directory = tmp_path_factory.mktemp("lengths")
     with running(directory) as (client, answers):
-        wait_for(lambda: client.is_loaded, LOAD_S)
+        wait_for(lambda: client.is_loaded, PREDICTOR_LOAD_S)
         for number, (text, length) in enumerate(LESSONS):
             client.ask(number, text)
             client.tell_end(number, length)
@@ -78,7 +77,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         client.ask(100, "Nobody tells how long this was.")
         client.tell_end(100, None)
         client.tell_end(101, 7)  # a job that nobody asked about
-        wait_for(lambda: client.num_entries == len(LESSONS), LOAD_S)
+        wait_for(lambda: client.num_entries == len(LESSONS), PREDICTOR_LOAD_S)
         client.ask(102, QUESTION)
         assert answers.wait(102).num_tokens is not None
     return directory
@@ -88,7 +87,7 @@ def test_what_jobs_came_to_is_learned_though_the_process_could_not_take_it_then(
     tmp_path: Path,
 ) -> None:
     with noting_processes() as started, running(tmp_path) as (client, answers):
-        wait_for(lambda: client.is_loaded, LOAD_S)
+        wait_for(lambda: client.is_loaded, PREDICTOR_LOAD_S)
         (process,) = started.of(PREDICTOR)
         process.suspend()
         for number, (text, _) in enumerate(LESSONS):
@@ -99,7 +98,7 @@ def test_what_jobs_came_to_is_learned_though_the_process_could_not_take_it_then(
         for number, (_, length) in enumerate(LESSONS):
             client.tell_end(number, length)
         process.resume()
-        wait_for(lambda: client.num_entries == len(LESSONS), LOAD_S)
+        wait_for(lambda: client.num_entries == len(LESSONS), PREDICTOR_LOAD_S)
 
 
 HOST = """
@@ -146,7 +145,9 @@ def test_a_process_that_cannot_run_is_given_up_after_some_tries(
 ) -> None:
     monkeypatch.setattr(helper_process, "python_executable", lambda: "/bin/false")
     with running(tmp_path) as (client, answers):
-        wait_for(lambda: "there were 3 restarts in 10 minutes already" in caplog.text, LOAD_S)
+        wait_for(
+            lambda: "there were 3 restarts in 10 minutes already" in caplog.text, PREDICTOR_LOAD_S
+        )
         client.ask(0, QUESTION)
         assert answers.wait(0) == Predicted(0, None, "down")
         client.tell_end(0, 5)

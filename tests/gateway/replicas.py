@@ -97,6 +97,15 @@ class Replicas:
         self[number].start(START_TIMEOUT_S)
 
 
+@contextmanager
+def running_replicas(config: EngineConfig, log_path: Path) -> Iterator[Replicas]:
+    running = Replicas(config, log_path)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
 @dataclass(frozen=True)
 class Front:
     """A gateway to all replicas."""

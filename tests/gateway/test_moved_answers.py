@@ -8,17 +8,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
-from gateway_thread import gateway_thread
-from lone_gateway import settings
 from opinionated_model import save_opinionated_model
-from replicas import REQUEST_TIMEOUT_S, Front, Replicas
+from replicas import REQUEST_TIMEOUT_S, Front, Replicas, running_replicas
 from tiny_model import engine_options
 from waiting import wait_for
 
@@ -55,30 +52,14 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     """Their tokens are bytes, so many of them are parts of characters."""
     model = save_opinionated_model(tmp_path_factory.mktemp("model"), {})
     config = EngineConfig().with_keys(**engine_options(model))
-    running = Replicas(config, tmp_path_factory.mktemp("replicas"))
-    try:
+    with running_replicas(config, tmp_path_factory.mktemp("replicas")) as running:
         yield running
-    finally:
-        running.stop()
-
-
-@pytest.fixture(scope="module")
-def front(replicas: Replicas) -> Iterator[Front]:
-    urls = [replicas.url(number) for number in range(2)]
-    with gateway_thread(replace(settings(), urls=urls)) as gateway:
-        yield Front(gateway.url, replicas)
 
 
 @pytest.fixture(autouse=True)
 def at_rest(front: Front) -> None:
     front.wait_until_up()
     wait_for(front.is_idle)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers may be held for long, and are not taken for lost."""
-    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 600.0)
 
 
 class Asked:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.liveness import ProcessLife
-from gateway_thread import gateway_thread
-from lone_gateway import settings
-from replicas import QUEUED, REQUEST_TIMEOUT_S, RUNNING, SHORT, Front, Replicas
+from replicas import QUEUED, REQUEST_TIMEOUT_S, RUNNING, SHORT, Front, Replicas, running_replicas
 from running_gateway import running_gateway
 from running_server import job_held, rank_stopped
 from serving_client import (
@@ -48,24 +45,8 @@ def replicas(
     config = tiny_config.with_keys(
         policy="fcfs", max_num_seqs=RUNNING, max_queued_requests=QUEUED, prefix_caching=True
     )
-    running = Replicas(config, tmp_path_factory.mktemp("replicas"))
-    try:
+    with running_replicas(config, tmp_path_factory.mktemp("replicas")) as running:
         yield running
-    finally:
-        running.stop()
-
-
-@pytest.fixture(scope="module")
-def front(replicas: Replicas) -> Iterator[Front]:
-    urls = [replicas.url(number) for number in range(2)]
-    with gateway_thread(replace(settings(), urls=urls)) as gateway:
-        yield Front(gateway.url, replicas)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers may be held for long, and are not taken for lost."""
-    monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 600.0)
 
 
 @pytest.fixture

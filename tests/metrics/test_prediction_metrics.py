@@ -10,9 +10,8 @@ from metric_traffic import Traffic, scrape_when
 from running_server import rank_stopped
 from scrape import Scrape
 from serving_client import GrpcStream, generate, settle
-from waiting import wait_for
+from waiting import PREDICTOR_LOAD_S, wait_for
 
-LOAD_S = 300.0
 OUTPUT_TOKENS = 150
 REASONS = {"cold", "down", "slow"}
 # Words that appear nowhere else.
@@ -82,7 +81,7 @@ def test_a_predicted_job_is_compared_with_what_its_client_got(
             "fastserve_predictions_total"
         )
 
-    wait_for(predicted, LOAD_S)
+    wait_for(predicted, PREDICTOR_LOAD_S)
     # This value is published last.
     errors_before = scrapes[-2].value("fastserve_prediction_error_ratio_count")
     scrapes[-1] = scrape_when(

@@ -15,6 +15,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
+from running_server import running_server
 from serving_client import GENERATE, post
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
@@ -48,6 +49,17 @@ def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
         # Others may have taken the ports since then.
         ports = {endpoints.http_port, endpoints.grpc_port, endpoints.metrics_port}
         assert not ports & listening_ports(psutil.Process())
+
+
+@contextmanager
+def server_leaving_nothing(config: EngineConfig, directory: Path) -> Iterator[TritonServer]:
+    """Runs a server, which must have left nothing at the end. ``directory`` gets its log."""
+    with (
+        leaving_nothing() as started,
+        running_server(config, directory / "server.log") as server,
+    ):
+        started.append((server.runtime, server.endpoints))
+        yield server
 
 
 @contextmanager

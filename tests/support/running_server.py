@@ -66,6 +66,9 @@ def rank_stopped(runtime: RuntimeDirectory) -> Iterator[int]:
 @contextmanager
 def _slow_rank(runtime: RuntimeDirectory, pause: int) -> Iterator[None]:
     """The only rank stands still for ``pause`` times as long as it runs."""
+    if not pause:
+        yield
+        return
     over = threading.Event()
 
     def hold_and_release() -> None:
@@ -74,14 +77,12 @@ def _slow_rank(runtime: RuntimeDirectory, pause: int) -> Iterator[None]:
                 over.wait(pause * SLICE_S)
 
     thread = threading.Thread(target=hold_and_release, daemon=True)
-    if pause:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        if pause:
-            thread.join()
+        thread.join()
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from pathlib import Path
 
 DEADLINE_S = 120.0
 """For what takes a second on an idle machine, and must happen on any."""
+PREDICTOR_LOAD_S = 300.0
+"""For the length predictor to load, which has low priority."""
 # Conditions that ask a server take the cores from what they wait for.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.03
 POLL_S = 0.01

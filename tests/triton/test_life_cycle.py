@@ -35,6 +35,7 @@ from launched import (
     is_serving,
     launched_alone,
     leaving_nothing,
+    server_leaving_nothing,
     server_of,
     start_server,
 )
@@ -141,49 +142,44 @@ def test_everything_that_dies_is_restarted_however_often(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
-        started.append((server.runtime, server.endpoints))
-        try:
-            # The stub dies: tritonserver would let its clients wait for ever.
-            with doomed_stream(server) as stream:
-                kill(server.runtime.stub_pid())
-                assert stream.until_error()
-                stream.cancel()
-            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
+        # The stub dies: tritonserver would let its clients wait for ever.
+        with doomed_stream(server) as stream:
+            kill(server.runtime.stub_pid())
+            assert stream.until_error()
+            stream.cancel()
+        wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
 
-            # The server dies.
-            with doomed_stream(server) as stream:
-                kill(server.pid)
-                assert stream.until_error()
-                stream.cancel()
-            wait_for(lambda: is_serving(server, 2), RESTART_TIMEOUT_S)
-
+        # The server dies.
+        with doomed_stream(server) as stream:
             kill(server.pid)
-            wait_for(lambda: is_serving(server, 3), RESTART_TIMEOUT_S)
+            assert stream.until_error()
+            stream.cancel()
+        wait_for(lambda: is_serving(server, 2), RESTART_TIMEOUT_S)
 
-            # Nor do many deaths and starts that fail end it.
-            await_ready, failing = ServerProcess.await_ready, iter(range(3))
+        kill(server.pid)
+        wait_for(lambda: is_serving(server, 3), RESTART_TIMEOUT_S)
 
-            def ready_at_last(process: ServerProcess, *arguments: object) -> None:
-                if next(failing, None) is not None:
-                    raise LaunchError("the start failed")
-                await_ready(process, *arguments)  # type: ignore[arg-type]
+        # Nor do many deaths and starts that fail end it.
+        await_ready, failing = ServerProcess.await_ready, iter(range(3))
 
-            monkeypatch.setattr(ServerProcess, "await_ready", ready_at_last)
-            kill(server.pid)
-            wait_for(lambda: is_serving(server, 4), RESTART_TIMEOUT_S)
-            assert "ended with code -9; restarting the server in 2 s" in caplog.text
-            assert "the start failed; restarting the server in 4 s" in caplog.text
+        def ready_at_last(process: ServerProcess, *arguments: object) -> None:
+            if next(failing, None) is not None:
+                raise LaunchError("the start failed")
+            await_ready(process, *arguments)  # type: ignore[arg-type]
 
-            # It need not be running to be stopped.
-            monkeypatch.setattr(RestartPauses, "take_pause", lambda *_: 7200.0)
-            kill(server.pid)
-            wait_for(lambda: "restarting the server in 7200 s" in caplog.text)
-            server.stop()
-            assert (server.wait(), server.restarts) == (0, 4)
-        finally:
-            server.stop()
+        monkeypatch.setattr(ServerProcess, "await_ready", ready_at_last)
+        kill(server.pid)
+        wait_for(lambda: is_serving(server, 4), RESTART_TIMEOUT_S)
+        assert "ended with code -9; restarting the server in 2 s" in caplog.text
+        assert "the start failed; restarting the server in 4 s" in caplog.text
+
+        # It need not be running to be stopped.
+        monkeypatch.setattr(RestartPauses, "take_pause", lambda *_: 7200.0)
+        kill(server.pid)
+        wait_for(lambda: "restarting the server in 7200 s" in caplog.text)
+        server.stop()
+        assert (server.wait(), server.restarts) == (0, 4)
 
 
 @pytest.mark.parametrize("kind", ["stub", "server"])
@@ -191,19 +187,14 @@ def test_a_stopped_process_is_noticed(
     kind: str, tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has not died, and tritonserver still says that the model is ready."""
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
-        started.append((server.runtime, server.endpoints))
-        try:
-            with doomed_stream(server) as stream:
-                pid = server.pid if kind == "server" else server.runtime.stub_pid()
-                assert pid is not None
-                os.kill(pid, signal.SIGSTOP)
-            assert stream.until_error()
-            stream.cancel()
-            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
-        finally:
-            server.stop()
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
+        with doomed_stream(server) as stream:
+            pid = server.pid if kind == "server" else server.runtime.stub_pid()
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+        assert stream.until_error()
+        stream.cancel()
+        wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
     name = "tritonserver" if kind == "server" else "the process of fastserve"
     assert f"{name} has been stopped for 3 s; restarting the server" in caplog.text
 
@@ -215,14 +206,9 @@ def test_a_server_that_says_nothing_any_more_is_restarted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(liveness, "STOPPED_LOOKS", NEVER)  # else this would be noticed first
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
-        started.append((server.runtime, server.endpoints))
-        try:
-            os.kill(server.pid, signal.SIGSTOP)
-            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
-        finally:
-            server.stop()
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+        wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
     assert "tritonserver has shown no sign of life for 15 s; restarting the server" in caplog.text
 
 
@@ -232,18 +218,13 @@ def test_a_server_that_takes_no_responses_is_restarted(
     """The stub ends itself, if the launcher has not noticed anything."""
     for limit in ("STOPPED_LOOKS", "SILENT_LOOKS"):
         monkeypatch.setattr(liveness, limit, NEVER)
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
-        started.append((server.runtime, server.endpoints))
-        try:
-            with job_held(server, lambda: long_stream(server)) as stream:
-                assert server.pid is not None
-                os.kill(server.pid, signal.SIGSTOP)
-            assert stream.until_error(STALL_LIMIT_S)
-            stream.cancel()
-            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
-        finally:
-            server.stop()
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
+        with job_held(server, lambda: long_stream(server)) as stream:
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGSTOP)
+        assert stream.until_error(STALL_LIMIT_S)
+        stream.cancel()
+        wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
     log = (tmp_path / "server.log").read_text(encoding="utf-8")
     assert sum(sign in log for sign in STALL_SIGNS) == 1
 
@@ -269,42 +250,37 @@ def pressing_streams(server: TritonServer) -> list[GrpcStream]:
 def test_streams_outlive_their_rank_until_it_has_died_too_often(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
         runtime, metrics_url = server.runtime, server.endpoints.metrics_url
-        started.append((runtime, server.endpoints))
-        try:
-            undisturbed = [stream.finish() for stream in pressing_streams(server)]
-            streams = pressing_streams(server)
-            streams[0].first_token()
-            dead: set[int] = set()
-            kill_next_rank(runtime, dead)
-            wait_for(lambda: metric(metrics_url, RESTARTS) == 1, RESTART_TIMEOUT_S)
-            assert is_ready(server)  # jobs wait, and new ones may arrive
-            for stream, other in zip(streams, undisturbed, strict=True):
-                answer = stream.finish()
-                assert answer.error is None
-                assert answer.num_finals == 1
-                assert (answer.token_ids, answer.text) == (other.token_ids, other.text)
-                assert answer.outputs["finish_reason"] == b"length"
-            wait_for(lambda: used_blocks(metrics_url) == 0)
+        undisturbed = [stream.finish() for stream in pressing_streams(server)]
+        streams = pressing_streams(server)
+        streams[0].first_token()
+        dead: set[int] = set()
+        kill_next_rank(runtime, dead)
+        wait_for(lambda: metric(metrics_url, RESTARTS) == 1, RESTART_TIMEOUT_S)
+        assert is_ready(server)  # jobs wait, and new ones may arrive
+        for stream, other in zip(streams, undisturbed, strict=True):
+            answer = stream.finish()
+            assert answer.error is None
+            assert answer.num_finals == 1
+            assert (answer.token_ids, answer.text) == (other.token_ids, other.text)
+            assert answer.outputs["finish_reason"] == b"length"
+        wait_for(lambda: used_blocks(metrics_url) == 0)
 
-            with doomed_stream(server, headers=STATUS_HEADER) as stream:
-                kill_next_rank(runtime, dead)
-            for _ in range(2):
-                assert stream.answer.error is None
-                kill_next_rank(runtime, dead)
-            error = stream.until_error()
-            assert error.status() == "StatusCode.INTERNAL"
-            assert "given up after 3 restarts in 10 minutes" in error.message()
-            stream.cancel()
-            assert server.wait() == 1
-            assert "rank 0 died with exit code -9 (SIGKILL: " in (server.failure or "")
-            assert "; given up after" in (server.failure or "")
-            assert server.restarts == 0
-            assert not is_ready(server)
-        finally:
-            server.stop()
+        with doomed_stream(server, headers=STATUS_HEADER) as stream:
+            kill_next_rank(runtime, dead)
+        for _ in range(2):
+            assert stream.answer.error is None
+            kill_next_rank(runtime, dead)
+        error = stream.until_error()
+        assert error.status() == "StatusCode.INTERNAL"
+        assert "given up after 3 restarts in 10 minutes" in error.message()
+        stream.cancel()
+        assert server.wait() == 1
+        assert "rank 0 died with exit code -9 (SIGKILL: " in (server.failure or "")
+        assert "; given up after" in (server.failure or "")
+        assert server.restarts == 0
+        assert not is_ready(server)
     # Each death was noticed at once, not by missing heartbeats.
     assert "has not answered for" not in (tmp_path / "server.log").read_text(encoding="utf-8")
 

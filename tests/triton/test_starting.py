@@ -25,7 +25,7 @@ from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client.listening import listen, reserve
 from interruptions import interrupts_itself
-from launched import leaving_nothing, start_launcher, start_server
+from launched import leaving_nothing, server_leaving_nothing, start_launcher, start_server
 from tiny_model import START_TIMEOUT_S
 from waiting import DEADLINE_S, wait_for
 
@@ -68,11 +68,8 @@ def test_a_server_that_never_says_that_it_is_ready_is_started_again(
 
     monkeypatch.setattr(process, "_UNNOTICED_S", 0.5)
     monkeypatch.setattr(ServerProcess, "_answers", answers_from_the_second)
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
-        started.append((server.runtime, server.endpoints))
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
         assert server.pid != first_pids[0]
-        server.stop()
     assert "start 1 of 3 failed: tritonserver has not noticed" in caplog.text
 
 
@@ -103,13 +100,10 @@ def test_a_start_whose_free_port_is_taken_succeeds_on_another(
         return flags(runtime, endpoints, offered)
 
     monkeypatch.setattr(process, "_flags", take_port_before_the_first_start)
-    with leaving_nothing() as started:
-        server = start_server(tiny_config, tmp_path / "server.log")
-        started.append((server.runtime, server.endpoints))
+    with server_leaving_nothing(tiny_config, tmp_path) as server:
         [intruder] = intruders
         with intruder:
             assert server.endpoints.grpc_port != intruder.getsockname()[1]
-        server.stop()
 
 
 def test_a_start_whose_named_port_is_taken_names_it(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import select
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,7 +19,7 @@ from functools import cache
 import msgspec
 
 from fastserve_backend.errors import FastServeError
-from fastserve_backend.system.interpreter import child_environment, python_executable
+from fastserve_backend.system.helper_process import start_helper
 from fastserve_backend.system.packets import Packets
 
 CPU_SECONDS = 2.0
@@ -139,16 +138,8 @@ class _Renderer:
     """One process, from its start to its end. Raises OSError if it cannot be started."""
 
     def __init__(self) -> None:
-        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._packets: Packets[Answer] = Packets(own_end, _answer_decoder)
-        command = [python_executable(), "-m", _PROGRAM]
-        try:
-            with child_end:
-                stdin, environment = child_end.fileno(), child_environment()
-                self._child = subprocess.Popen(command, stdin=stdin, env=environment)
-        except OSError:
-            self._packets.close()
-            raise
+        self._packets: Packets[Answer]
+        self._child, self._packets = start_helper(["-m", _PROGRAM], _answer_decoder)
         # No process survives its owner.
         self._kill = weakref.finalize(self, _kill, self._child, self._packets)
 

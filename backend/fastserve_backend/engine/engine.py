@@ -255,7 +255,7 @@ class Engine:
         job = Job(
             id=job_id,
             number=next(self._job_numbers),
-            prompt_ids=array("i", [*prompt_ids, *earlier]),
+            prompt_ids=array("i", prompt_ids) + array("i", earlier),
             params=params.with_model_defaults(self._sampling_defaults),
             arrival_s=self.clock.now(),
             service=service,

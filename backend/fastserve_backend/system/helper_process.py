@@ -170,14 +170,9 @@ class HelperProcess(ABC, Generic[_Received]):
 
     def _serve(self) -> str:
         """Start a child and take its messages until it ends or must be ended; returns why."""
-        engine_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        packets = Packets(engine_end, self._decoder)
-        command = [python_executable(), *self._command]
         try:
-            with child_end:
-                child = subprocess.Popen(command, stdin=child_end.fileno(), env=child_environment())
+            child, packets = start_helper(self._command, self._decoder)
         except OSError as error:
-            packets.close()
             return f"cannot be started: {error}"
         reason: str | None = "is replaced"
         try:
@@ -219,6 +214,28 @@ class HelperProcess(ABC, Generic[_Received]):
                     return f"has not answered for {timeout_s:.0f} s"
             if self._stop_by_s is not None and time.monotonic() > self._stop_by_s:
                 return "has not ended in time"
+
+
+def start_helper(
+    command: Sequence[str], decoder: msgspec.msgpack.Decoder[_Received]
+) -> tuple[subprocess.Popen[bytes], Packets[_Received]]:
+    """Start a child that calls ``connect_to_engine``. Raises OSError.
+
+    Args:
+        command: arguments of the Python interpreter.
+        decoder: of the child's messages.
+    """
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    packets = Packets(own_end, decoder)
+    try:
+        with child_end:
+            child = subprocess.Popen(
+                [python_executable(), *command], stdin=child_end.fileno(), env=child_environment()
+            )
+    except OSError:
+        packets.close()
+        raise
+    return child, packets
 
 
 def _end(child: subprocess.Popen[bytes], *, at_once: bool) -> int:

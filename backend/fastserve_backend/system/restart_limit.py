@@ -59,9 +59,5 @@ class RestartPauses(_RecentRestarts):
         """Seconds to wait before a restart, which counts from ``now`` on."""
         self._forget_before(now)
         self._times.append(now)
-        number = len(self._times)
-        return (
-            0.0
-            if number <= _MAX_RESTARTS
-            else min(2.0 ** (number - _MAX_RESTARTS), _LONGEST_PAUSE_S)
-        )
+        num_paused = len(self._times) - _MAX_RESTARTS
+        return min(2.0**num_paused, _LONGEST_PAUSE_S) if num_paused > 0 else 0.0

@@ -2,10 +2,16 @@
 
     python -m benchmarks.agent_programs               # some minutes
     python -m benchmarks.agent_programs --rates 0.5,1 --programs 200
+    python -m benchmarks.agent_programs --at-once 64 --programs 192 --instructions 4000 --kinds 8
 
-Llama 3 8B on an A100-80G. Programs arrive at random. A program's next turn comes when its answer is
-there and its tool has run. Its prompt is all that was said before, and the tool's result. All
-programs begin with the same instructions. A program is complete with its last answer.
+Llama 3 8B, by default on an A100-80G. Programs arrive at random. A program's next turn comes when
+its answer is there and its tool has run. Its prompt is all that was said before, and the tool's
+result. Programs of a kind begin with the same instructions. A program is complete with its last
+answer.
+
+With --at-once the load is closed: so many programs run at any time. When one is complete, the next
+one begins. "Tokens a second" are those of all answers: of a closed load up to the time at which the
+last program begins, so that as many programs run all the time. Every run gives the same figures.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import heapq
 import random
 import statistics
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 
 from fastserve_backend.config import EngineConfig
@@ -31,16 +38,29 @@ from fastserve_backend.system.clock import VirtualClock
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.race_cells import SYSTEMS
+from benchmarks.race_cells import SYSTEMS, System
 
-SYSTEM = SYSTEMS["llama-3-8b a100-80g"]
-INSTRUCTIONS = 1000  # tokens that all programs begin with
-MEAN_TASK, MEAN_ANSWER, MEAN_RESULT = 4000, 150, 800
-MEAN_TURNS, LONGEST = 10, 30_000
+MEAN_ANSWER, MEAN_TURNS, LONGEST = 150, 10, 30_000
 HOST_GIB = 128.0
+# Programs' own token ids begin here. Those of instructions are below.
+FIRST_OWN_ID = 10**6
 console = Console(width=140)
 # Seconds that a tool runs: half of them up to the median, few of them very long.
 MEDIAN_PAUSE_S, PAUSE_SIGMA, LONGEST_PAUSE_S = 4.0, 1.0, 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Lengths of programs, in tokens."""
+
+    instructions: int = 1000
+    """That all programs of a kind begin with."""
+    kinds: int = 1
+    """Programs are of each kind in turn."""
+    mean_task: int = 4000
+    """What the first turn adds to the instructions."""
+    mean_result: int = 800
+    """What the tool's result adds to each later turn."""
 
 
 @dataclass(slots=True)
@@ -54,6 +74,7 @@ class Turn:
 class Program:
     number: int
     begins_s: float
+    instructions: range
     turns: list[Turn]
     prompt: array[int] = field(default_factory=lambda: array("i"))
     num_turns: int = 0  # that have begun
@@ -66,9 +87,9 @@ class Program:
     def begin_turn(self, number: int, arrival_s: float, *, has_sessions: bool) -> Job:
         turn = self.turns[self.num_turns]
         if not self.num_turns:
-            self.prompt = array("i", range(1, INSTRUCTIONS + 1))
+            self.prompt = array("i", self.instructions)
         # Tokens that no other program has.
-        first = 10**6 + self.number * 10**5 + len(self.prompt)
+        first = FIRST_OWN_ID + self.number * 10**5 + len(self.prompt)
         self.prompt += array("i", range(first, first + turn.added))
         self.num_turns += 1
         return Job(
@@ -90,7 +111,7 @@ class Program:
         return job.last_token_s + self.turns[self.num_turns - 1].pause_s
 
 
-def make_programs(count: int, rate: float, seed: int) -> list[Program]:
+def make_programs(count: int, rate: float, seed: int, shape: Shape) -> list[Program]:
     rng = random.Random(seed)
     programs, now = [], 0.0
     for number in range(count):
@@ -98,15 +119,17 @@ def make_programs(count: int, rate: float, seed: int) -> list[Program]:
         turns: list[Turn] = []
         total = 0
         for _ in range(1 + min(50, int(rng.expovariate(1 / (MEAN_TURNS - 1))))):
-            mean = MEAN_RESULT if turns else MEAN_TASK
+            mean = shape.mean_result if turns else shape.mean_task
             added = 1 + min(12_000, int(rng.expovariate(1 / mean)))
             answer = 2 + min(1000, int(rng.expovariate(1 / MEAN_ANSWER)))
-            total += added + answer + (0 if turns else INSTRUCTIONS)
+            total += added + answer + (0 if turns else shape.instructions)
             if turns and total > LONGEST:
                 break
             pause_s = min(LONGEST_PAUSE_S, MEDIAN_PAUSE_S * rng.lognormvariate(0, PAUSE_SIGMA))
             turns.append(Turn(added, answer, pause_s))
-        programs.append(Program(number, now, turns))
+        first = 1 + number % shape.kinds * shape.instructions
+        instructions = range(first, first + shape.instructions)
+        programs.append(Program(number, now, instructions, turns))
     return programs
 
 
@@ -137,13 +160,27 @@ class Outcome:
     programs: list[Program]
     later_ttft_s: list[float]  # of all turns but each program's first
     counters: EngineCounters
+    tokens_per_s: float
+    """Of answers; of a closed load until its last program begins."""
 
 
-def serve_programs(programs: list[Program], *, has_sessions: bool, **keys: object) -> Outcome:
-    """Serve them on a virtual clock."""
-    config = EngineConfig().with_keys(swap_space_gib=HOST_GIB, **keys)
-    latency, clock, delivery = SYSTEM.latency, VirtualClock(), EndedJobs()
-    memory = memory_of_roofline(latency, SYSTEM.config, config.kv_cache)
+def serve_programs(
+    programs: list[Program],
+    system: System,
+    *,
+    has_sessions: bool,
+    at_once: int | None = None,
+    **keys: object,
+) -> Outcome:
+    """Serve them on a virtual clock.
+
+    Args:
+        at_once: so many programs run at any time, and each later one begins when one is complete.
+            Default: programs begin at their own times.
+    """
+    config = EngineConfig().with_keys(**{"swap_space_gib": HOST_GIB, **keys})
+    latency, clock, delivery = system.latency, VirtualClock(), EndedJobs()
+    memory = memory_of_roofline(latency, system.config, config.kv_cache)
     executor = SimulatedExecutor(latency, clock, memory.link)
     counters = EngineCounters(LatencyHistograms(config.scheduler.slo_ms / 1e3))
     history = SessionHistory(
@@ -154,7 +191,7 @@ def serve_programs(programs: list[Program], *, has_sessions: bool, **keys: objec
         config.kv_cache,
         latency,
         counters,
-        SYSTEM.max_model_len,
+        system.max_model_len,
         sessions=history,
     )
     loop = setup.make_loop(
@@ -166,8 +203,11 @@ def serve_programs(programs: list[Program], *, has_sessions: bool, **keys: objec
         on_job_end=lambda job, reason: None,
         on_step_finished=lambda step, elapsed_s: None,
     )
-    due = [(program.begins_s, program.number) for program in programs]
+    first = programs[:at_once]
+    due = [(program.begins_s, program.number) for program in first]
     heapq.heapify(due)
+    not_begun = deque(programs[len(first) :])
+    counted_tokens, counted_s = 0, 0.0
     running: dict[int, Program] = {}
     later_ttft_s: list[float] = []
     num_jobs = 0
@@ -191,10 +231,17 @@ def serve_programs(programs: list[Program], *, has_sessions: bool, **keys: objec
             if program.num_turns > 1:
                 later_ttft_s.append(job.first_token_s - job.arrival_s)
             next_s = program.end_turn(job)
+            if next_s is None and not_begun:
+                program = not_begun.popleft()
+                program.begins_s = next_s = job.last_token_s
+                if not not_begun:
+                    counted_tokens, counted_s = counters.generation_tokens, clock.now()
             if next_s is not None:
                 heapq.heappush(due, (next_s, program.number))
         delivery.jobs.clear()
-    return Outcome(programs, later_ttft_s, counters)
+    if at_once is None:
+        counted_tokens, counted_s = counters.generation_tokens, clock.now()
+    return Outcome(programs, later_ttft_s, counters, counted_tokens / counted_s)
 
 
 VARIANTS: dict[str, tuple[bool, dict[str, object]]] = {
@@ -212,42 +259,87 @@ VARIANTS: dict[str, tuple[bool, dict[str, object]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shape = Shape()
+    parser.add_argument("--system", choices=SYSTEMS, default="llama-3-8b a100-80g")
     parser.add_argument("--rates", default="0.4,0.6,0.8", help="programs a second")
+    parser.add_argument("--at-once", type=int, help="a closed load of so many, not --rates")
     parser.add_argument("--programs", type=int, default=400)
+    parser.add_argument("--kinds", type=int, default=shape.kinds, help="of instructions")
+    parser.add_argument("--instructions", type=int, default=shape.instructions, help="tokens")
+    parser.add_argument("--task", type=int, default=shape.mean_task, help="tokens, mean")
+    parser.add_argument("--result", type=int, default=shape.mean_result, help="tokens, mean")
+    parser.add_argument("--host-gib", type=float, default=HOST_GIB)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", help="names, separated by semicolons; default: all")
     arguments = parser.parse_args()
+    at_once = arguments.at_once
+    if at_once is not None and not 0 < at_once < arguments.programs:
+        parser.error(f"--at-once: got {at_once}; must be from 1 to less than --programs")
+    if arguments.kinds * arguments.instructions >= FIRST_OWN_ID:
+        parser.error(f"--kinds times --instructions: must be below {FIRST_OWN_ID:,}")
     names = arguments.variants.split(";") if arguments.variants else list(VARIANTS)
+    if at_once is not None:
+        title = f"{arguments.programs} programs, {at_once} at once"
+        console.print(table(title, names, arguments, rate=1.0))
+        return
     for rate in map(float, arguments.rates.split(",")):
-        table = Table(title=f"{arguments.programs} programs, {rate:g} a second")
-        for column in ("", "program, mean s", "of it waiting", "p90", "x fcfs", "later TTFT, s"):
-            table.add_column(column)
-        table.add_column("p99")
-        table.add_column("tokens not computed")
-        fcfs_s = None
-        for name in names:
-            has_sessions, keys = VARIANTS[name]
-            programs = make_programs(arguments.programs, rate, arguments.seed)
-            outcome = serve_programs(programs, has_sessions=has_sessions, **keys)
-            lasted_s = sorted(one.ended_s - one.begins_s for one in programs)
-            mean_s = statistics.mean(lasted_s)
-            fcfs_s = fcfs_s or mean_s
-            paused_s = statistics.mean(one.paused_s for one in programs)
-            ttft_s = sorted(outcome.later_ttft_s)
-            counters = outcome.counters
-            reused = counters.prefix_cached_tokens + counters.session_hit_tokens
-            table.add_row(
-                name,
-                f"{mean_s:.1f}",
-                f"{mean_s - paused_s:.1f}",
-                f"{lasted_s[len(lasted_s) * 9 // 10]:.0f}",
-                f"{fcfs_s / mean_s:.2f}",
-                f"{statistics.mean(ttft_s):.2f}",
-                f"{ttft_s[len(ttft_s) * 99 // 100]:.2f}",
-                f"{reused / counters.prompt_tokens:.0%}",
-            )
-        console.print(table)
+        title = f"{arguments.programs} programs, {rate:g} a second"
+        console.print(table(title, names, arguments, rate))
+
+
+def table(title: str, names: list[str], arguments: argparse.Namespace, rate: float) -> Table:
+    """One row for each of the variants."""
+    table = Table(title=title)
+    for column in (
+        "",
+        "program, mean s",
+        "of it waiting",
+        "p90",
+        "x first",
+        "later TTFT, s",
+        "p99",
+    ):
+        table.add_column(column)
+    for column in ("tokens not computed", "tokens a second"):
+        table.add_column(column)
+    shape = Shape(arguments.instructions, arguments.kinds, arguments.task, arguments.result)
+    first_s = None
+    for name in names:
+        has_sessions, keys = VARIANTS[name]
+        programs = make_programs(arguments.programs, rate, arguments.seed, shape)
+        if arguments.at_once is not None:
+            for program in programs:
+                program.begins_s = 0.0
+        outcome = serve_programs(
+            programs,
+            SYSTEMS[arguments.system],
+            has_sessions=has_sessions,
+            at_once=arguments.at_once,
+            swap_space_gib=arguments.host_gib,
+            **keys,
+        )
+        lasted_s = sorted(one.ended_s - one.begins_s for one in programs)
+        mean_s = statistics.mean(lasted_s)
+        first_s = first_s or mean_s
+        paused_s = statistics.mean(one.paused_s for one in programs)
+        ttft_s = sorted(outcome.later_ttft_s)
+        counters = outcome.counters
+        reused = counters.prefix_cached_tokens + counters.session_hit_tokens
+        table.add_row(
+            name,
+            f"{mean_s:.1f}",
+            f"{mean_s - paused_s:.1f}",
+            f"{lasted_s[len(lasted_s) * 9 // 10]:.0f}",
+            f"{first_s / mean_s:.2f}",
+            f"{statistics.mean(ttft_s):.2f}",
+            f"{ttft_s[len(ttft_s) * 99 // 100]:.2f}",
+            f"{reused / counters.prompt_tokens:.0%}",
+            f"{outcome.tokens_per_s:,.0f}",
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -106,7 +106,6 @@ class Desk:
         result = self.round.commit()
         self.begun, self.verdict = result.transfers, result.verdict
         self.disk_begun += result.disk_transfers
-        self.copies = result.prefix_copies
         self.tiers.check_integrity()
         return taken
 
@@ -128,13 +127,13 @@ class Desk:
         """Runs an iteration of exactly these jobs."""
         assert self.offer(*jobs) == list(jobs)
         self.send(*jobs)
-        self.manager.on_step_finished(self.copies)
+        self.manager.on_step_finished()
 
     def run_first(self, *jobs: Job) -> None:
         """Runs an iteration of the first of these jobs, for which the others wait."""
         assert self.offer(*jobs) == [jobs[0]]
         self.send(jobs[0])
-        self.manager.on_step_finished(self.copies)
+        self.manager.on_step_finished()
 
     def send(self, *jobs: Job, tokens: int | None = None) -> None:
         """Sends the step of the jobs that the last round took, with ``tokens`` or all that they
@@ -147,7 +146,7 @@ class Desk:
         """The last step that was sent ends; all tokens that these jobs have computed are in it or
         before it."""
         computed = [(job.number, job.num_computed) for job in jobs]
-        self.manager.on_step_finished(self.copies, computed)
+        self.manager.on_step_finished(computed)
 
     def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
         ended = list(self.tiers.transfers())

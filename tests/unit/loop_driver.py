@@ -57,8 +57,8 @@ class SimpleModel(LatencyModel):
 
 
 class WatchedExecutor(SimulatedExecutor):
-    """Checks that no two unfinished steps use the same block, except a job's own in a step ahead,
-    and that no block is swapped in while a step uses it. Records the submitted steps.
+    """Checks that no unfinished step uses a block to which another job writes, unless it was sent
+    after that, and that no block is swapped in while a step uses it. Records the submitted steps.
 
     Args:
         ahead: whether it takes a step while another runs.
@@ -74,7 +74,9 @@ class WatchedExecutor(SimulatedExecutor):
         disk: Link = NO_LINK,
     ) -> None:
         super().__init__(model, clock, link, disk)
-        self.blocks_in_use: dict[int, list[Blocks]] = {}  # step → those of its jobs
+        # By step: for each of its jobs the blocks, and with which place those begin that it writes.
+        self.blocks_in_use: dict[int, list[tuple[Blocks, int]]] = {}
+        self.most_sharing = 0  # jobs of a step with one block
         self._kinds = kinds
         self.most_unfinished = 0
         self.num_partial = 0
@@ -89,20 +91,25 @@ class WatchedExecutor(SimulatedExecutor):
     def submit(self, step: Step) -> None:
         assert self.can_submit or self.can_submit_ahead
         tables = list(blocks_of_jobs(step, self._kinds, BLOCK_SIZE))
-        blocks = {block for table in tables for block in table.values()}
-        assert len(blocks) == sum(map(len, tables))
+        users = Counter(block for table in tables for block in table.values())
+        self.most_sharing = max(self.most_sharing, *users.values(), 0)
         running = list(chain.from_iterable(self.blocks_in_use.values()))
+        rows = array("i", step.previous_rows)
         if not self.can_submit:
             self.num_ahead += 1
-            tables_by_row = array("i", step.previous_rows)
-            for table, row in zip(tables, tables_by_row, strict=False):
-                if row >= 0:
-                    used = running[row]
+        first_written = [start // BLOCK_SIZE for start in array("i", step.starts)]
+        for number, (table, first) in enumerate(zip(tables, first_written, strict=True)):
+            written = {place: block for place, block in table.items() if place[1] >= first}
+            assert len(set(table.values())) == len(table)
+            assert all(users[block] == 1 for block in written.values()), "others read it"
+            for row, (used, first_used) in enumerate(running):
+                if number < len(rows) and rows[number] == row:
                     assert all(table[place] == used[place] for place in table.keys() & used.keys())
-            in_tables = {item for table in tables for item in table.items()}
-            running = [used for used in running if used.items().isdisjoint(in_tables)]
-        assert blocks.isdisjoint(block for used in running for block in used.values())
-        self.blocks_in_use[step.step_id] = tables
+                own = {place for place in used if place[1] >= first_used}  # if it is the same job
+                others = {block for place, block in used.items() if place not in own}
+                others.update(used[place] for place in own if used[place] != written.get(place))
+                assert others.isdisjoint(written.values()), "an earlier step uses it"
+        self.blocks_in_use[step.step_id] = list(zip(tables, first_written, strict=True))
         self.most_unfinished = max(self.most_unfinished, len(self.blocks_in_use))
         self.num_partial += step.num_partial
         super().submit(step)
@@ -110,7 +117,7 @@ class WatchedExecutor(SimulatedExecutor):
     def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
         if isinstance(blocks, CopyBlocks) and not blocks.is_out:
             running = chain.from_iterable(self.blocks_in_use.values())
-            used = (block for table in running for block in table.values())
+            used = (block for table, _ in running for block in table.values())
             assert set(array("i", blocks.device_blocks)).isdisjoint(used)
         super().copy(blocks)
 

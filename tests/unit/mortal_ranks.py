@@ -60,12 +60,12 @@ class MortalRanks(WatchedExecutor):
         self._kv = kv
         self._calls_to_live = calls_to_live
         self._sent: dict[int, CopyBlocks | DiskCopy] = {}
-        self._copied: deque[tuple[Step, np.ndarray]] = deque()
+        self._read: deque[tuple[Step, np.ndarray]] = deque()
 
     def submit(self, step: Step) -> None:
         self._live()
         super().submit(step)
-        self._copied.append((step, self._kv.copied(step)))
+        self._read.append((step, self._kv.read(step)))
         self._unfinished[-1][1].token_ids = self._kv.run(step)
 
     def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
@@ -82,8 +82,8 @@ class MortalRanks(WatchedExecutor):
                 return msgspec.structs.replace(result, error="no copy, by lot")
             self._kv.copy(blocks)
         elif result is not None:
-            step, copied = self._copied.popleft()  # real ranks may read it as late as now
-            assert np.array_equal(self._kv.copied(step), copied)
+            step, read = self._read.popleft()  # real ranks may read it as late as now
+            assert np.array_equal(self._kv.read(step), read)
         return result
 
     def check(self) -> None:

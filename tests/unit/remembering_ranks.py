@@ -69,7 +69,6 @@ class RememberedKV:
 
     def run(self, step: Step) -> bytes:
         """Runs a step; returns the new token of each sampling job, int32."""
-        self._device[array("i", step.copy_to)] = self.copied(step)
         ids = np.array(np.frombuffer(step.token_ids, np.int32))
         rows = np.frombuffer(step.previous_rows, np.int32)
         assert len(rows) in (0, step.num_decodes)
@@ -107,9 +106,16 @@ class RememberedKV:
             self._device[slots[-1]] = left
         return left
 
-    def copied(self, step: Step) -> np.ndarray:
-        """The contents of the blocks that the step copies."""
-        return self._device[array("i", step.copy_from)]
+    def read(self, step: Step) -> np.ndarray:
+        """The contents of the blocks that the step reads and does not write."""
+        jobs = blocks_of_jobs(step, self._kinds, self._block_size)
+        read = [
+            block
+            for start, blocks in zip(array("i", step.starts), jobs, strict=True)
+            for (_, index), block in blocks.items()
+            if index < start // self._block_size
+        ]
+        return self._device[read]
 
     def copy(self, blocks: CopyBlocks | DiskCopy) -> None:
         if isinstance(blocks, DiskCopy):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import torch
-from fastserve_backend.worker.kv_store import copy_within, neighbour_runs
+from fastserve_backend.worker.kv_store import neighbour_runs
 
 
 @pytest.mark.parametrize(
@@ -33,11 +32,3 @@ def test_neighbours_on_both_sides_are_one_copy(
         for pair in zip(range(ours.start, ours.stop), range(theirs.start, theirs.stop), strict=True)
     ]
     assert sorted(pairs) == sorted(zip(blocks, others, strict=True))
-
-
-def test_blocks_are_copied_and_nothing_else_changes() -> None:
-    kv = torch.arange(10 * 6).view(10, 2, 3)
-    expected = kv.clone()
-    expected[[7, 6, 9]] = kv[[2, 1, 2]]
-    copy_within(kv, [2, 1, 2], [7, 6, 9])
-    assert torch.equal(kv, expected)

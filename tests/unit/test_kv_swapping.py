@@ -129,8 +129,12 @@ def test_a_job_is_swapped_or_computed_again_by_cost(caplog: pytest.LogCaptureFix
 def test_computing_again_delays_all_that_run_and_a_copy_one_job() -> None:
     costs = SwapCosts(LinearTimes(), 100, Link(10.0, 10.0))
     job = make_job(0, 30, computed=True)  # 30 s of prefill
-    assert not costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)  # 40 s
-    assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=1)
+    assert not costs.swap_is_cheaper(
+        job, num_lost=job.num_computed, blocks_out=2, blocks_in=2, num_running=0
+    )  # 40 s
+    assert costs.swap_is_cheaper(
+        job, num_lost=job.num_computed, blocks_out=2, blocks_in=2, num_running=1
+    )
 
 
 def test_a_new_job_leaves_room_to_grow_where_nobody_can_be_swapped() -> None:
@@ -155,13 +159,17 @@ def test_a_new_job_leaves_alone_those_that_would_compute_again() -> None:
 def test_the_speed_of_the_link_is_learnt() -> None:
     costs = SwapCosts(LinearTimes(), 100, Link(10.0, 10.0))
     job = make_job(0, 30, computed=True)
-    assert not costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
+    assert not costs.swap_is_cheaper(
+        job, num_lost=job.num_computed, blocks_out=2, blocks_in=2, num_running=0
+    )
     for _ in range(150):
         costs.link.observe(True, 10, 0.01)
         costs.link.observe(False, 10, 0.02)
     assert costs.link.transfer_s(True, 1) == pytest.approx(0.001, rel=0.1)
     assert costs.link.transfer_s(False, 5) == pytest.approx(0.01, rel=0.1)
-    assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
+    assert costs.swap_is_cheaper(
+        job, num_lost=job.num_computed, blocks_out=2, blocks_in=2, num_running=0
+    )
 
 
 def leaving() -> tuple[Desk, Job, Job]:
@@ -234,7 +242,9 @@ def test_one_stuck_copy_does_not_end_swapping() -> None:
         costs.link.observe(False, 1, 100.0)
     job = make_job(0, 1, computed=True)
     for _ in range(100):
-        assert not costs.swap_is_cheaper(job, blocks_out=0, blocks_in=10**9, num_running=0)
+        assert not costs.swap_is_cheaper(
+            job, num_lost=job.num_computed, blocks_out=0, blocks_in=10**9, num_running=0
+        )
     assert costs.link.transfer_s(False, 1) == pytest.approx(FAST_LINK.block_in_s, rel=0.1)
 
 

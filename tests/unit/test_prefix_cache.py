@@ -1,4 +1,4 @@
-"""Which free blocks are kept, which jobs find them, and when they are lost."""
+"""What ended jobs leave in the cache, which jobs find it, and when it is lost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from array import array
 import pytest
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.kv_cache.blocks import BlockPool, KeptBlocks
-from fastserve_backend.kv_cache.prefixes import PrefixKeys
-from fastserve_backend.offers import TAKEN
+from fastserve_backend.kv_cache.prefix_keys import PrefixKeys
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job, run_iteration
-from kv_desk import SLOW_LINK, Desk
+from kv_desk import Desk
 from loop_driver import BLOCK_SIZE, Rig
 from policies import Listed, make_policy, skip_join
 
@@ -31,38 +29,6 @@ def test_a_key_is_of_a_full_block_and_of_all_before_it() -> None:
     assert keys_of([1, 2, 3, 4, 5, 6, 7, 0])[0] == keys[0]
     others = [[0, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 0]]
     assert not set(keys[1:]) & {key for tokens in others for key in keys_of(tokens)}
-
-
-def test_of_equal_blocks_the_latest_is_found_and_the_oldest_is_lost() -> None:
-    kept = KeptBlocks()
-    for block, key in ((3, b"a"), (5, b"b"), (4, b"a"), (6, b"a")):
-        kept.add(block, key)
-    assert list(kept) == [3, 5, 4, 6]
-    assert kept.take(b"a") == 6
-    assert kept.take_oldest() == 3
-    assert kept.take_oldest() == 5
-    assert kept.take(b"b") is None
-    assert kept.take(b"a") == 4
-    assert kept.take(b"a") is None
-    assert len(kept) == 0
-
-
-def test_a_pool_uses_what_it_keeps_last_and_of_that_the_ends_first() -> None:
-    pool, keys = BlockPool(num_blocks=6, block_size=4), keys_of(list(range(12)))
-    pool.grow(1, 16)
-    table = list(pool.table(1))
-    pool.release(1, keys)
-    assert (pool.num_free, pool.num_used) == (6, 0)
-    pool.grow(2, 16)  # three blocks that keep nothing, and the last kept block
-    assert table[2] in pool.table(2)
-    assert not {table[0], table[1]} & set(pool.table(2))
-    assert [pool.is_kept(key) for key in keys] == [True, True, False]
-    pool.take_kept(3, keys, [range(2)])
-    assert list(pool.table(3)) == table[:2]
-    assert not any(map(pool.is_kept, keys))
-    pool.take_kept(4, keys, [range(0)])
-    assert pool.num_held(4) == 0
-    pool.check_integrity()
 
 
 # --- Jobs of the KV manager -------------------------------------------------------------------
@@ -93,9 +59,9 @@ def test_a_job_begins_behind_what_was_kept_and_computes_one_token_at_least() -> 
     assert desk.held(second, third) == [0, 0]  # they only know of the blocks
     assert desk.counters.prefix_cached_tokens == 0
     assert desk.offer(second) == [second]
-    assert second.num_computed == 48
-    assert desk.counters.prefix_cached_tokens == 48
-    assert (desk.held(second), desk.counters.recomputed_jobs) == ([4], 0)
+    assert (second.num_ready, desk.held(second)) == (48, [4])
+    desk.send(second)
+    assert (desk.counters.prefix_cached_tokens, desk.counters.recomputed_jobs) == (48, 0)
 
 
 def test_a_conversation_goes_on_behind_its_last_answer() -> None:
@@ -116,10 +82,10 @@ def test_a_job_that_waited_finds_what_was_kept_meanwhile() -> None:
     desk = desk_of(10)
     first, second = make_job(0, 40), arrive(desk, 1, 40)
     desk.run(first)
-    assert second.num_computed == 0
+    assert second.num_ready == 0
     end(desk, first)
     desk.round.find_prefix(second)
-    assert second.num_computed == 32
+    assert second.num_ready == 32
     assert desk.offer(second) == [second]
 
 
@@ -139,22 +105,18 @@ def test_a_job_that_waits_keeps_nothing_from_a_more_urgent_one() -> None:
         desk.offer()
         assert desk.begun == []
     assert desk.offer(urgent) == [urgent]
-    assert (urgent.num_computed, desk.held(waiting)) == (64, [0])
+    assert (urgent.num_ready, desk.held(waiting)) == (64, [0])
     desk.send(urgent)
-    assert desk.offer(waiting) == [waiting]  # it gets a copy in its turn
-    assert (waiting.num_computed, waiting.num_shared) == (0, 64)
+    assert desk.offer(waiting) == [waiting]  # both have it now
+    assert (waiting.num_ready, desk.tiers.device.num_shared) == (64, 4)
 
 
-def test_a_job_that_was_offered_in_vain_gives_back_what_it_recalled() -> None:
+def test_a_job_that_was_looked_at_in_vain_has_nothing() -> None:
     desk = desk_of(10)
     waiting = hostage_of(desk)
     kv_round = desk.manager.start_round(1.0, ())
     kv_round.find_prefix(waiting)  # and then it gets no tokens in the batch
-    assert waiting.num_computed == 64
-    urgent = arrive(desk, 1, 65)
-    assert desk.offer(urgent, waiting) == [urgent]
-    assert urgent.num_computed == 64
-    assert desk.counters.prefix_cached_tokens == 64
+    assert (waiting.num_ready, desk.held(waiting)) == (64, [0])
 
 
 def test_of_three_jobs_with_one_beginning_the_most_urgent_has_it_first() -> None:
@@ -164,19 +126,7 @@ def test_of_three_jobs_with_one_beginning_the_most_urgent_has_it_first() -> None
         assert desk.offer(job) == [job]
         assert job.num_uncomputed == 1
         desk.send(job)
-        desk.manager.on_step_finished(desk.copies)
-
-
-def test_what_a_cancelled_job_recalled_is_kept_for_others() -> None:
-    desk = desk_of(10)
-    waiting = hostage_of(desk)
-    kv_round = desk.manager.start_round(1.0, ())
-    kv_round.find_prefix(waiting)
-    end(desk, waiting, FinishReason.CANCELLED)
-    urgent = arrive(desk, 1, 65)
-    assert urgent.num_ready == 64
-    assert desk.offer(urgent) == [urgent]
-    assert urgent.num_computed == 64
+        desk.manager.on_step_finished()
 
 
 def test_where_memory_is_short_kept_blocks_go_first_and_what_is_left_is_found() -> None:
@@ -187,7 +137,7 @@ def test_where_memory_is_short_kept_blocks_go_first_and_what_is_left_is_found() 
     assert desk.offer(other) == [other]
     desk.send(other)
     desk.round.find_prefix(waiting)
-    assert waiting.num_computed == 32  # four blocks had to go, of which two kept nothing
+    assert waiting.num_ready == 32  # four blocks had to go, of which two kept nothing
 
 
 def test_a_job_that_computes_again_goes_on_from_what_is_left_of_it() -> None:
@@ -198,7 +148,7 @@ def test_a_job_that_computes_again_goes_on_from_what_is_left_of_it() -> None:
     assert desk.offer(urgent) == [urgent]
     assert (least.num_computed, desk.counters.recomputed_jobs) == (0, 1)
     desk.round.find_prefix(least)
-    assert least.num_computed == 32
+    assert least.num_ready == 32
 
 
 def test_what_urgent_jobs_wait_for_nobody_recalls() -> None:
@@ -255,24 +205,6 @@ def test_where_memory_is_short_jobs_are_not_looked_through_for_what_one_has_reca
     assert len(looked_at) == 1
 
 
-def test_what_a_dropped_job_takes_over_in_the_same_round_does_not_leave() -> None:
-    """It gives these blocks back, so nobody may count on them."""
-    desk = desk_of(8, link=SLOW_LINK, write_back=True)
-    urgent, dropped = make_job(0, 80), make_job(1, 64)
-    urgent.prompt_ids = array("i", range(500, 580))
-    ended = make_job(9, 1)
-    desk.run(dropped, ended)
-    end(desk, ended)  # so the next round looks ahead
-    desk.starving.add(urgent.number)
-    kv_round = desk.start_round()
-    kv_round.find_prefix(urgent)
-    assert kv_round.offer(urgent, 80) is TAKEN
-    assert dropped.num_computed == 0
-    kv_round.find_prefix(dropped)  # and then it gets no tokens in the batch
-    assert dropped.num_computed == 48
-    assert kv_round.commit().transfers == []
-
-
 @pytest.mark.parametrize(
     ("keys", "swaps", "reason", "is_kept"),
     [
@@ -291,8 +223,8 @@ def test_only_exact_kv_is_kept_and_only_where_it_is_wanted(
 ) -> None:
     desk = desk_of(100, **keys)
     job = make_job(0, 40, max_tokens=8)
-    desk.run(job)
     job.num_swaps = swaps
+    desk.run(job)
     end(desk, job, reason)
     later = arrive(desk, 1, 40)
     assert later.num_ready == (32 if is_kept else 0)

@@ -125,7 +125,7 @@ def test_held_kv_is_copied_ahead_and_comes_back_from_the_host() -> None:
     assert not desk.manager.wants_round
     assert desk.offer(waiting) == [waiting]
     desk.send(waiting)
-    desk.manager.on_step_finished(desk.copies)
+    desk.manager.on_step_finished()
     held = desk.tiers.held
     assert (held.device, held.idle_host, held.host_alone) == (0, 3, 3)
     end(desk, waiting)

@@ -12,13 +12,10 @@ from fastserve_backend.engine.step_builder import build_step, in_step_order, uni
 from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.rank_protocol.messages import PromptScores, Step, encoder, to_rank_decoder
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.token_rules import TokenRules
 from jobs import make_job
-
-NO_COPIES = PrefixCopies()
 
 
 def ints(data: bytes) -> list[int]:
@@ -37,15 +34,13 @@ def test_a_mixed_step_survives_the_wire() -> None:
     begins = make_job(1, 14)
     begins.num_shared = 8
     scheduled = held(pool, make_job(0, 5, computed=True), begins)
-    copies = PrefixCopies(array("i", [6, 7]), array("i", [3, 2]), {5})
-    step = to_rank_decoder.decode(encoder.encode(build_step(3, scheduled, pool, copies)))
+    step = to_rank_decoder.decode(encoder.encode(build_step(3, scheduled, pool)))
     assert isinstance(step, Step)
     assert (step.step_id, step.num_decodes, step.num_partial) == (3, 1, 0)
     assert ints(step.token_ids) == [7, 8, 9, 10, 11, 12, 13]
     assert ints(step.query_lens) == [1, 6]
     assert ints(step.starts) == [5, 8]
     assert ints(step.block_counts) == [2, 4]
-    assert (ints(step.copy_from), ints(step.copy_to)) == ([6, 7], [3, 2])
     assert ints(step.block_ids) == [*pool.table(0), *pool.table(1)]
     assert step.sampling is not None  # the default temperature is 1
 
@@ -55,7 +50,7 @@ def test_a_dropped_job_is_sent_whole() -> None:
     job = make_job(0, 3, computed=True)
     job.output_ids.extend([8, 9])
     job.num_computed = 0
-    step = build_step(0, held(pool, job), pool, NO_COPIES)
+    step = build_step(0, held(pool, job), pool)
     assert ints(step.token_ids) == [0, 1, 2, 7, 8, 9]
     assert (step.num_decodes, step.num_partial) == (0, 0)
     job.num_computed = 2  # partly in the cache, across the end of the prompt
@@ -83,7 +78,7 @@ def test_a_chunk_is_sent_with_its_place_and_samples_nothing_before_the_last() ->
     ending.num_computed, begun.num_computed = 4, 3
     held(pool, decoding, ending)
     pool.grow(begun.number, 8)
-    step = build_step(0, [(decoding, 1), (ending, 5), (begun, 5)], pool, NO_COPIES)
+    step = build_step(0, [(decoding, 1), (ending, 5), (begun, 5)], pool)
     assert (step.num_decodes, step.num_partial) == (1, 1)
     assert ints(step.token_ids) == [7, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7]
     assert ints(step.query_lens) == [1, 5, 5]
@@ -100,7 +95,7 @@ def test_a_chunk_of_a_dropped_job_crosses_the_end_of_its_prompt() -> None:
     job.output_ids.extend([8, 9])
     job.num_computed = 0
     held(pool, job)
-    step = build_step(0, [(job, 5)], pool, NO_COPIES)
+    step = build_step(0, [(job, 5)], pool)
     assert ints(step.token_ids) == [0, 1, 2, 7, 8]
     assert (step.num_decodes, step.num_partial) == (0, 1)
     assert step.sampling is None  # nothing is sampled
@@ -115,7 +110,7 @@ def test_tokens_of_a_prompt_are_scored_once_each() -> None:
     def wanted(num_tokens: int) -> tuple[int, list[int]] | None:
         """The first row, and the tokens."""
         held(pool, decoding, scoring)
-        step = build_step(0, [(decoding, 1), (scoring, num_tokens)], pool, NO_COPIES)
+        step = build_step(0, [(decoding, 1), (scoring, num_tokens)], pool)
         step = to_rank_decoder.decode(encoder.encode(step))
         assert isinstance(step, Step)
         scoring.on_sent(num_tokens)
@@ -144,7 +139,7 @@ def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
     pending.on_sent(5)
     assert (pending.num_tokens, pending.num_outputs, pending.num_uncomputed) == (6, 1, 1)
     scheduled = held(pool, known, pending, ending)
-    step = build_step(0, in_step_order(scheduled), pool, NO_COPIES, {1: 3, 7: 0})
+    step = build_step(0, in_step_order(scheduled), pool, {1: 3, 7: 0})
     assert ints(step.previous_rows) == [-1, 3]
     assert ints(step.token_ids) == [7, 0, 0, 1]
     assert ints(step.starts) == [3, 5, 0]
@@ -162,8 +157,8 @@ def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
 def test_steps_that_take_nothing_from_others_do_not_say_so() -> None:
     pool = BlockPool(8, 4)
     job = make_job(0, 3, computed=True)
-    assert build_step(0, held(pool, job), pool, NO_COPIES).previous_rows == b""
-    assert ints(build_step(0, [(job, 1)], pool, NO_COPIES, {}).previous_rows) == [-1]
+    assert build_step(0, held(pool, job), pool).previous_rows == b""
+    assert ints(build_step(0, [(job, 1)], pool, {}).previous_rows) == [-1]
 
 
 def test_uniform_numbers_are_reproducible_spread_out_and_unrelated_between_seeds() -> None:
@@ -191,7 +186,7 @@ def test_masks_and_biases_of_the_jobs_that_get_a_token() -> None:
     partial = make_job(3, 9)
     partial.params, partial.mask = jobs[1].params, b"\xff" * 4
     scheduled = [*held(pool, *jobs), *((job, 4) for job, _ in held(pool, partial))]
-    step = to_rank_decoder.decode(encoder.encode(build_step(0, scheduled, pool, NO_COPIES)))
+    step = to_rank_decoder.decode(encoder.encode(build_step(0, scheduled, pool)))
     assert isinstance(step, Step)
     assert step.sampling is not None
     assert ints(step.sampling.masked_rows) == [1, 2]
@@ -210,7 +205,7 @@ def test_rules_of_a_request_are_bans_and_a_mask() -> None:
     bans.rules = TokenRules(32, None, [[4], [7, 3], [8, 7, 5], [8, 6]], [], 0)
     masks.rules, masks.mask = TokenRules(32, [1], [], [], 0), b"\x02\x00\x00\x00"
     free.rules = TokenRules(32, None, [[9, 9]], [], 0)
-    step = build_step(0, held(pool, bans, masks, free), pool, NO_COPIES)
+    step = build_step(0, held(pool, bans, masks, free), pool)
     assert step.sampling is not None
     (bias,) = step.sampling.biases  # the output is 7
     assert bias.row == 0
@@ -218,7 +213,7 @@ def test_rules_of_a_request_are_bans_and_a_mask() -> None:
     assert biases == {5: 2.0, 4: -math.inf, 3: -math.inf}
     assert ints(step.sampling.masked_rows) == [1]
     bans.output_ids = array("i", [8, 7])
-    step = build_step(1, held(pool, bans), pool, NO_COPIES)
+    step = build_step(1, held(pool, bans), pool)
     assert step.sampling is not None
     assert sorted(ints(step.sampling.biases[0].token_ids)) == [3, 4, 5]
 
@@ -226,11 +221,11 @@ def test_rules_of_a_request_are_bans_and_a_mask() -> None:
 def test_min_p_is_sent_if_a_job_has_one() -> None:
     pool = BlockPool(16, 4)
     plain, other = make_job(0, 5, computed=True), make_job(1, 5, computed=True)
-    step = build_step(0, held(pool, plain, other), pool, NO_COPIES)
+    step = build_step(0, held(pool, plain, other), pool)
     assert step.sampling is not None
     assert step.sampling.min_p == b""
     other.params = SamplingParams(min_p=0.25)
-    step = build_step(1, held(pool, plain, other), pool, NO_COPIES)
+    step = build_step(1, held(pool, plain, other), pool)
     assert step.sampling is not None
     assert np.frombuffer(step.sampling.min_p, np.float32).tolist() == [0.0, 0.25]
 
@@ -241,12 +236,12 @@ def test_stop_tokens_are_banned_below_min_tokens() -> None:
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "stop_token_ids": [3, 7]}
     below.params = SamplingParams(min_tokens=2, logit_bias={3: 100.0, 5: -1.5}, **options)
     above.params = SamplingParams(min_tokens=1, **options)
-    step = build_step(0, held(pool, below, above), pool, NO_COPIES)
+    step = build_step(0, held(pool, below, above), pool)
     assert step.sampling is not None
     (bias,) = step.sampling.biases
     biases = dict(zip(ints(bias.token_ids), np.frombuffer(bias.values, np.float32), strict=True))
     assert (bias.row, biases) == (0, {3: -math.inf, 5: -1.5, 7: -math.inf})
     below.output_ids.append(9)  # its second token: the third may be any
-    assert build_step(1, held(pool, above), pool, NO_COPIES).sampling is None
+    assert build_step(1, held(pool, above), pool).sampling is None
     below.params = replace(below.params, logit_bias=None)
-    assert build_step(1, held(pool, below, above), pool, NO_COPIES).sampling is None
+    assert build_step(1, held(pool, below, above), pool).sampling is None

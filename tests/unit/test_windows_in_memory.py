@@ -56,7 +56,7 @@ def test_blocks_that_a_step_ahead_reads_are_kept_until_the_step_before_has_ended
     assert desk.offer(job, in_flight=[job], going_on=[job]) == [job]
     desk.send(job)
     assert desk.held(job) == [3 * 17]
-    desk.manager.on_step_finished(desk.copies, [(0, first_step)])
+    desk.manager.on_step_finished([(0, first_step)])
     seen = KINDS[1].first_seen(first_step, BLOCK)
     assert desk.tiers.device.first(0, 1) == seen
     assert desk.held(job) == [17 + 2 * (17 - seen)]
@@ -73,28 +73,29 @@ def test_a_job_begins_behind_blocks_of_an_ended_job_though_its_windows_first_blo
     desk.manager.on_arrival(second, desk.now)
     assert second.num_ready == 10 * WINDOW
     assert desk.offer(second) == [second]
-    assert (second.num_computed, second.num_uncomputed) == (10 * WINDOW, 5)
+    assert (second.num_ready, second.num_uncomputed) == (10 * WINDOW, 5)
     assert desk.held(second) == [41 + HELD_BY_WINDOW + 2]
     assert desk.tiers.device.first(1, 1) == 36
 
 
-def test_a_job_copies_what_the_source_holds_and_takes_over_what_it_has_freed() -> None:
+def test_a_job_refers_to_what_another_holds_and_to_what_that_one_has_freed() -> None:
     desk = desk_of()
     common = 6 * WINDOW
     source = make_job(0, common + 2 * BLOCK)
     prefill(desk, source, chunk=BLOCK)
-    # It is two blocks past what is common: so much of the window before that is free and kept.
-    assert desk.tiers.device.first(0, 1) == 22
+    # It is two blocks past what is common: so much of the window before that is in the cache.
+    device = desk.tiers.device
+    assert device.first(0, 1) == 22
     job = make_job(1, common + 40)
     job.prompt_ids[common:] = array("i", range(900, 940))
     desk.manager.on_arrival(job, desk.now)
     assert job.num_ready == common
     assert desk.offer(job) == [job]
     assert (job.num_ready, job.num_shared) == (common, common)
-    kept = list(desk.tiers.device.table(1, 1)[:4])
-    assert len(desk.copies.to_blocks) == 24 + 2 * 2
-    assert set(kept).isdisjoint(desk.copies.to_blocks)
-    assert set(desk.copies.from_blocks) <= set(desk.tiers.device.all_blocks(0))
+    assert device.table(1)[:24] == device.table(0)[:24]
+    assert device.first(1, 1) == 20
+    assert device.table(1, 1)[4:8] == device.table(0, 1)[:4]
+    assert device.num_shared == 24 + 4
     desk.send(job)
     assert desk.counters.prefix_cached_tokens == common
 
@@ -106,8 +107,8 @@ def test_a_shorter_prefix_is_taken_where_a_longer_ones_window_is_lost() -> None:
     end(desk, first)
     device = desk.tiers.device
     keys = list(desk.manager._prefixes._keys.wanted(make_job(1, 8 * WINDOW + 1)))
-    last = device._kept.take((keys[-1], 1, 0))  # one group lacks the last block now
-    assert last is not None
+    last = device._published.pop((keys[-1], 1, 0))  # one group lacks the last block now
+    del device._cached[last], device._keys[last]
     device._free.append(last)
     second = make_job(2, 8 * WINDOW + 1)
     desk.manager.on_arrival(second, desk.now)
@@ -115,7 +116,6 @@ def test_a_shorter_prefix_is_taken_where_a_longer_ones_window_is_lost() -> None:
 
 
 def test_a_job_whose_first_step_was_not_sent_begins_anew() -> None:
-    """Otherwise it would have room for copies that were never made."""
     desk = desk_of()
     source = make_job(0, 4 * WINDOW)
     prefill(desk, source, chunk=BLOCK)
@@ -126,4 +126,4 @@ def test_a_job_whose_first_step_was_not_sent_begins_anew() -> None:
     assert desk.offer() == []
     assert (desk.held(job), job.num_ready) == ([0], 0)
     assert desk.offer(job) == [job]
-    assert (job.num_computed, job.num_shared) == (4 * WINDOW, 0)  # of the ended job
+    assert job.num_shared == 4 * WINDOW  # of the ended job

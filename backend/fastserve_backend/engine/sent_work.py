@@ -11,7 +11,6 @@ from typing import NamedTuple
 from fastserve_backend.engine.step_builder import build_copy, build_disk_copy
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job
-from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.rank_protocol.messages import (
@@ -32,8 +31,6 @@ class SentStep:
     batch: list[Scheduled]
     """Jobs and numbers of tokens, in the step's order: jobs that get a token come first."""
     step: Step
-    copies: PrefixCopies
-    """KV blocks that the ranks copy between jobs before they run the step."""
     is_behind: bool
     """Whether it was sent while the step before it ran."""
     started_s: float
@@ -126,14 +123,12 @@ class SentWork:
         """Whether an unfinished step runs the job."""
         return any(job.number in sent.jobs for sent in self.steps)
 
-    def send_step(
-        self, batch: list[Scheduled], step: Step, copies: PrefixCopies, *, is_behind: bool
-    ) -> None:
-        """``step`` must have been built from ``batch`` and ``copies``."""
+    def send_step(self, batch: list[Scheduled], step: Step, *, is_behind: bool) -> None:
+        """``step`` must have been built from ``batch``."""
         started_s = self._clock.now()
         if self._last_result_s is not None and not self.steps:
             self._counters.between_s += started_s - self._last_result_s
-        self.steps.append(SentStep(batch, step, copies, is_behind, started_s))
+        self.steps.append(SentStep(batch, step, is_behind, started_s))
         self.executor.submit(step)
 
     def send_copies(self, transfers: Sequence[Transfer], block_size: int) -> None:

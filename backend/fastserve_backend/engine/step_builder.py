@@ -10,7 +10,6 @@ import numpy as np
 
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
@@ -45,7 +44,6 @@ def build_step(
     step_id: int,
     scheduled: Sequence[tuple[Job, int]],
     pool: BlockPool,
-    copies: PrefixCopies,
     previous_rows: Mapping[int, int] | None = None,
     rotary_switch: int | None = None,
 ) -> Step:
@@ -54,7 +52,6 @@ def build_step(
     Args:
         scheduled: jobs and numbers of uncomputed tokens to run, in the step's order.
         pool: has the jobs' block tables.
-        copies: blocks to copy between jobs before the step.
         previous_rows: for a step sent behind a running one: the row of each job, by its number, in
             the running step's result. Pending tokens are taken from there.
         rotary_switch: of the model.
@@ -103,8 +100,6 @@ def build_step(
         block_ids=block_ids.tobytes(),
         sampling=_sampling([job for job, _ in scheduled[: len(scheduled) - num_partial]]),
         previous_rows=b"" if previous_rows is None else rows.tobytes(),
-        copy_from=copies.from_blocks.tobytes(),
-        copy_to=copies.to_blocks.tobytes(),
         first_blocks=first_blocks.tobytes(),
         are_long=b""
         if rotary_switch is None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from fastserve_backend.engine.delivery import Delivery, NewToken, OnJobEnd
 from fastserve_backend.engine.masks import MaskedJobs, MaskSource
@@ -23,7 +22,6 @@ from fastserve_backend.engine.unfinished_jobs import UnfinishedJobs
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.round import StepVerdict
 from fastserve_backend.kv_cache.transfers import DiskTransfer
 from fastserve_backend.metrics.counters import EngineCounters
@@ -38,14 +36,6 @@ _NAN_ERROR = (
 _log = logging.getLogger(__name__)
 
 
-class NextStep(NamedTuple):
-    """What to run next. All KV of its jobs is on the device."""
-
-    batch: list[Scheduled]
-    copies: PrefixCopies
-    """KV blocks of other jobs that its jobs begin with."""
-
-
 class StepLoop:
     """Runs jobs to their ends. It alone changes jobs and, through the KV manager, block tables.
 
@@ -56,8 +46,8 @@ class StepLoop:
         predict_s: predicts a step's duration in seconds. Not called if no step is sent ahead.
         on_job_end: called once for each job, just before its client learns of its end.
         on_step_finished: called with each finished step and the seconds that it took, without waits
-            between pipeline stages. Not called for steps that also copied KV blocks, or computed
-            log-probabilities of prompts: predictions do not include that.
+            between pipeline stages. Not called for steps that also computed log-probabilities of
+            prompts: predictions do not include that.
         mask_source: computes the masks of jobs with structured output; its answers go to
             ``jobs.on_mask_answer``. None if there are no such jobs.
         rotary_switch: of the model (``ModelConfig``).
@@ -176,21 +166,21 @@ class StepLoop:
             behind: the running step, if there is one; it counts as ended.
         """
         now = self._clock.now()
-        chosen = self._allocate(self._serving_clock.at(now), behind)
-        if chosen is None or (behind is not None and not chosen.batch):
+        batch = self._allocate(self._serving_clock.at(now), behind)
+        if batch is None or (behind is not None and not batch):
             return
-        self._update_states(chosen.batch, behind, now)
-        if chosen.batch:
-            self._send(chosen, behind)
-        self.jobs.num_running = self._work.num_jobs if behind is None else len(chosen.batch)
+        self._update_states(batch, behind, now)
+        if batch:
+            self._send(batch, behind)
+        self.jobs.num_running = self._work.num_jobs if behind is None else len(batch)
 
-    def _allocate(self, now: float, behind: EarlyEnd | None) -> NextStep | None:
+    def _allocate(self, now: float, behind: EarlyEnd | None) -> list[Scheduled] | None:
         """Select jobs and allocate their KV blocks; send the copies that other jobs wait for.
 
         None: no job may run before copies, or the running step, have ended.
         """
         if not self.jobs and not self.kv.wants_round:
-            return NextStep([], PrefixCopies())
+            return []
         if self.kv.holds_steps:
             return None
         in_flight = self._work.job_numbers
@@ -208,7 +198,7 @@ class StepLoop:
         self._work.send_disk_copies(result.disk_transfers)
         if result.verdict is not StepVerdict.SEND:
             return None
-        return NextStep(batch, result.prefix_copies)
+        return batch
 
     def _update_states(
         self, batch: Sequence[Scheduled], behind: EarlyEnd | None, now: float
@@ -233,19 +223,17 @@ class StepLoop:
         else:
             behind.set_aside = set_aside
 
-    def _send(self, chosen: NextStep, behind: EarlyEnd | None) -> None:
-        batch = in_step_order(chosen.batch)
+    def _send(self, batch: Sequence[Scheduled], behind: EarlyEnd | None) -> None:
+        batch = in_step_order(batch)
         rows = None if behind is None else behind.rows
         device = self.kv.tiers.device
-        step = build_step(
-            next(self._step_ids), batch, device, chosen.copies, rows, self._rotary_switch
-        )
+        step = build_step(next(self._step_ids), batch, device, rows, self._rotary_switch)
         for job, num_tokens in batch:
             job.on_sent(num_tokens)
         self.kv.on_sent()
         self.policy.on_batch_sent(batch)
         self._num_decodes = step.num_decodes
-        self._work.send_step(batch, step, chosen.copies, is_behind=behind is not None)
+        self._work.send_step(batch, step, is_behind=behind is not None)
 
     # --- The running step counts as ended -----------------------------------------------------
 
@@ -284,7 +272,7 @@ class StepLoop:
 
     def _apply_step(self, finished: FinishedStep) -> None:
         sent = finished.sent
-        self.kv.on_step_finished(sent.copies, sent.computed())
+        self.kv.on_step_finished(sent.computed())
         for job in sent.jobs.values():
             if job.state is JobState.FINISHED and not self._work.uses(job):
                 self.jobs.release(job)  # it ended while the step ran
@@ -295,7 +283,7 @@ class StepLoop:
             self._on_ran(going_on, finished.ended_s)
         else:
             self._count_preemptions(early_end.set_aside, finished.ended_s)
-        if not sent.step.copy_from and not sent.step.prompt_rows:
+        if not sent.step.prompt_rows:
             self._on_step_finished(sent.step, finished.elapsed_s)
 
     def _apply_tokens(self, finished: FinishedStep) -> None:

@@ -1,4 +1,4 @@
-"""The KV blocks of one tier: the free ones, and every job's block tables.
+"""The KV blocks of one tier: which jobs refer to them, and which are found by their content.
 
 Only block numbers are kept here; the ranks hold the blocks themselves. Paged KV as in vLLM's
 PagedAttention (Kwon et al. 2023, §4): position ``p`` of a job is in block ``p // block_size`` of
@@ -7,73 +7,34 @@ each group of layers (`layer_kinds`). Most models have one group.
 A job has a table for each kind of layers. Of a kind with m groups, the table has m entries for each
 block of a group, one a group. A table begins with the first block that the job has; without a
 window that is block 0.
+
+Jobs that begin alike refer to the same blocks. A full block never changes. So it may be *published*
+under a key that identifies its content, and whoever needs this content finds it. A published block
+that no job has any more is *cached*: it is free, but it is used again only when no other free block
+is left.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
-from typing import cast
+from collections.abc import Sequence
 
+import numpy as np
+
+from fastserve_backend.kv_cache.references import Blocks, FreedBlocks, JobSet, References
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
+
+_Key = tuple[bytes, int, int]  # of the content; the kind of layers; the group
+_NO_BLOCKS = np.zeros(0, np.int32)
 
 
 class OutOfBlocksError(Exception):
     """An allocation asked for more blocks than are free; nothing was allocated."""
 
 
-class KeptBlocks:
-    """Free blocks whose content may still be useful, each under a key that identifies the content.
-
-    Several blocks may have the same key. ``take_oldest`` costs O(blocks of one key), all other
-    operations O(1).
-    """
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[int, Hashable] = OrderedDict()  # by block, the oldest first
-        self._blocks: dict[Hashable, list[int]] = {}  # by key, the oldest first
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        """Whether a block has this key."""
-        return key in self._blocks
-
-    def add(self, block: int, key: Hashable) -> None:
-        """Keep a block. ``key`` identifies its content."""
-        self._keys[block] = key
-        self._blocks.setdefault(key, []).append(block)
-
-    def take(self, key: Hashable) -> int | None:
-        """Remove and return the youngest block with this key; None: there is none."""
-        if key not in self._blocks:
-            return None
-        block = self._blocks[key].pop()
-        del self._keys[block]
-        self._forget_if_last(key)
-        return block
-
-    def take_oldest(self) -> int:
-        """Remove and return the oldest block, whose content is lost. There must be one."""
-        block, key = self._keys.popitem(last=False)
-        self._blocks[key].pop(0)
-        self._forget_if_last(key)
-        return block
-
-    def _forget_if_last(self, key: Hashable) -> None:
-        if not self._blocks[key]:
-            del self._blocks[key]
-
-
 class BlockPool:
-    """``num_blocks`` blocks of ``block_size`` tokens. Each is free or in one job's tables.
-
-    Some free blocks keep their content. They are used only when no other block is free.
+    """``num_blocks`` blocks of ``block_size`` tokens. Each is free or in the tables of jobs.
 
     Jobs are known by their number. All operations on one job cost O(blocks of the job).
 
@@ -91,19 +52,29 @@ class BlockPool:
         self.kinds = tuple(kinds)
         self.has_windows = BlockNeeds(block_size, self.kinds).has_windows
         """Whether tables may begin with another block than block 0."""
+        self._references = References(num_blocks)
         # A stack: the block freed last is used first, while it is warm in the processor's cache.
         self._free = array("i", range(num_blocks - 1, -1, -1))
-        self._kept = KeptBlocks()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._published: dict[_Key, int] = {}
+        self._keys: dict[int, _Key] = {}  # by published block
         self._tables: dict[int, list[array[int]]] = {}  # by kind
         self._firsts: dict[int, list[int]] = {}  # by kind: with which block the table begins
 
+    # --- Numbers ------------------------------------------------------------------------------
+
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._kept)
+        return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that several jobs have."""
+        return self._references.num_shared
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group that hold ``num_tokens`` tokens."""
@@ -113,16 +84,49 @@ class BlockPool:
         """Blocks of one group that ``num_tokens`` tokens fill to the end."""
         return num_tokens // self.block_size
 
+    def num_held(self, job_number: int) -> int:
+        """Blocks in the job's tables."""
+        tables = self._tables.get(job_number)
+        if tables is None:
+            return 0
+        return len(tables[0]) if len(tables) == 1 else sum(map(len, tables))
+
+    def num_alone(self, job_number: int) -> int:
+        """The job's blocks that no other job has."""
+        return self._references.num_alone(self.all_blocks(job_number))
+
+    def num_before(self, job_number: int, position: int) -> int:
+        """The job's blocks that no token from ``position`` on sees."""
+        return sum(self._num_unseen(job_number, position))
+
     def missing(self, job_number: int, num_tokens: int, first_token: int = 0) -> int:
         """Blocks to add before the job can run its tokens from ``first_token`` up to
         ``num_tokens``."""
         # Each job of a step asks this, so it calls no other method.
         if self.has_windows:
-            return sum(self._missing_of_kinds(job_number, num_tokens, first_token))
+            return sum(map(len, self._missing_places(job_number, num_tokens, first_token)))
         tables = self._tables.get(job_number)
         num_held = len(tables[0]) if tables is not None else 0
         missing = -(-num_tokens // self.block_size) - num_held
         return missing if missing > 0 else 0
+
+    def missing_but_for(
+        self, job_number: int, num_tokens: int, first_token: int, keys: Sequence[bytes]
+    ) -> tuple[int, int]:
+        """As ``missing``, if the job refers to the blocks that are published under its keys.
+
+        Returns:
+            the free blocks that it takes, and how many of them have no content yet.
+        """
+        num_free = num_new = 0
+        for kind, places in enumerate(self._missing_places(job_number, num_tokens, first_token)):
+            for place in places:
+                block = self._find(keys, kind, place)
+                num_new += block is None
+                num_free += block is None or block in self._cached
+        return num_free, num_new
+
+    # --- Blocks of a job ----------------------------------------------------------------------
 
     def grow(self, job_number: int, num_tokens: int, first_token: int = 0) -> None:
         """Add what is ``missing``.
@@ -130,94 +134,111 @@ class BlockPool:
         Raises:
             OutOfBlocksError: too few free blocks; the tables are unchanged.
         """
-        missing = self._missing_of_kinds(job_number, num_tokens, first_token)
-        needed = sum(missing)
-        if needed == 0:
-            return
+        self.grow_from(job_number, num_tokens, first_token, ())
+
+    def grow_from(
+        self, job_number: int, num_tokens: int, first_token: int, keys: Sequence[bytes]
+    ) -> list[array[int]]:
+        """Add what is ``missing``. Where a block is published under the job's key, the job refers
+        to that block.
+
+        Args:
+            keys: of the job's first blocks of a group.
+
+        Returns:
+            for each kind the places whose blocks have no content yet. Block i of group g of m
+            groups is at place i · m + g.
+
+        Raises:
+            OutOfBlocksError: too few free blocks; the tables are unchanged.
+        """
+        missing = self._missing_places(job_number, num_tokens, first_token)
+        found = [
+            [self._find(keys, kind, place) for place in places] if keys else len(places) * [None]
+            for kind, places in enumerate(missing)
+        ]
+        needed = sum(block is None or block in self._cached for row in found for block in row)
         if needed > self.num_free:
             raise OutOfBlocksError(
                 f"job {job_number} needs {needed} of {self.num_free} free blocks"
             )
-        for table, count in zip(self._tables_of(job_number, first_token), missing, strict=True):
-            for _ in range(count):
-                table.append(self._free.pop() if self._free else self._kept.take_oldest())
+        # First what is found, so that no cached block of it is used for something else.
+        self._refer(job_number, [block for row in found for block in row if block is not None])
+        new_places = [array("i") for _ in self.kinds]
+        new_blocks = []
+        tables = self._tables_of(job_number, first_token) if any(missing) else ()
+        for table, places, row, new in zip(tables, missing, found, new_places, strict=False):
+            for place, block in zip(places, row, strict=True):
+                if block is None:
+                    block = self._take_free()
+                    new.append(place)
+                    new_blocks.append(block)
+                table.append(block)
+        if new_blocks:
+            self._references.add(job_number, np.array(new_blocks, np.int32))
+        return new_places
 
-    def num_before(self, job_number: int, position: int) -> int:
-        """The job's blocks that no token from ``position`` on sees."""
-        firsts = self._firsts.get(job_number, ())
-        return sum(
-            kind.num_groups * min(seen - first, self._end(job_number, index) - first)
-            for index, (kind, first) in enumerate(zip(self.kinds, firsts, strict=False))
-            if (seen := kind.first_seen(position, self.block_size)) > first
-        )
-
-    def free_before(
-        self, job_number: int, position: int, keys: Sequence[bytes] = ()
-    ) -> list[range]:
-        """Free the job's blocks that no token from ``position`` on sees.
-
-        Args:
-            keys: as for ``release``.
-
-        Returns:
-            for each kind which blocks of a group were freed.
-        """
-        freed = []
-        for index, kind in enumerate(self.kinds):
-            first, end = self._firsts[job_number][index], self._end(job_number, index)
-            seen = max(first, kind.first_seen(position, self.block_size))
-            stop = min(seen, end)
-            table = self._tables[job_number][index]
-            self._free_part(index, table[: (stop - first) * kind.num_groups], first, keys)
-            del table[: (stop - first) * kind.num_groups]
-            self._firsts[job_number][index] = seen
-            freed.append(range(first, stop))
-        self._forget_if_empty(job_number)
-        return freed
-
-    def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
-        """Free all blocks of the job. A job without blocks is fine.
-
-        Args:
-            keys: identify the contents of the first blocks of each group. Each of these blocks
-                keeps its content until it is used again.
-        """
-        firsts = self._firsts.pop(job_number, ())
-        for index, table in enumerate(self._tables.pop(job_number, ())):
-            self._free_part(index, table, firsts[index], keys)
-
-    def take_kept(self, job_number: int, keys: Sequence[bytes], parts: Sequence[range]) -> None:
-        """Give a job without blocks kept blocks.
+    def refer_to(self, job_number: int, keys: Sequence[bytes], parts: Sequence[range]) -> None:
+        """Give a job without blocks published ones.
 
         Args:
             keys: of the first blocks of a group.
-            parts: for each kind which blocks of its groups, all of them kept.
+            parts: for each kind which blocks of its groups, all of them published.
         """
         assert job_number not in self._tables, f"job {job_number} has blocks"
         tables = []
-        for index, part in enumerate(parts):
-            groups = range(self.kinds[index].num_groups)
+        for kind, part in enumerate(parts):
+            groups = range(self.kinds[kind].num_groups)
             of_part = keys[part.start : part.stop]
-            blocks = [self._kept.take((key, index, group)) for key in of_part for group in groups]
-            assert None not in blocks, "a block is not kept any more"
-            tables.append(array("i", cast(list[int], blocks)))
+            tables.append(
+                array(
+                    "i", (self._published[key, kind, group] for key in of_part for group in groups)
+                )
+            )
         if any(tables):
+            self._refer(job_number, [block for table in tables for block in table])
             self._tables[job_number] = tables
             self._firsts[job_number] = [part.start for part in parts]
 
+    def free_before(self, job_number: int, position: int) -> None:
+        """The job gives up its blocks that no token from ``position`` on sees."""
+        for kind, num_unseen in enumerate(self._num_unseen(job_number, position)):
+            table, firsts = self._tables[job_number][kind], self._firsts[job_number]
+            self._give_up(job_number, table[:num_unseen])
+            del table[:num_unseen]
+            seen = self.kinds[kind].first_seen(position, self.block_size)
+            firsts[kind] = max(firsts[kind], seen)
+        self._forget_if_empty(job_number)
+
+    def cut_off(self, job_number: int, num_tokens: int) -> None:
+        """The job gives up its blocks behind its first ``num_tokens`` tokens. It is the only one
+        that writes to the last of the others, if that is not full."""
+        if job_number not in self._tables:
+            return
+        end, num_full = self.blocks_for(num_tokens), self.num_full_blocks(num_tokens)
+        for kind, table in enumerate(self._tables[job_number]):
+            first, num_groups = self._firsts[job_number][kind], self.kinds[kind].num_groups
+            length = max(0, end - first) * num_groups
+            self._give_up(job_number, table[length:])
+            del table[length:]
+            for block in table[max(0, num_full - first) * num_groups :]:
+                assert self._references.counts[block] == 1, "others have this block"
+                self._withdraw(block)
+        self._forget_if_empty(job_number)
+
+    def release(self, job_number: int) -> None:
+        """The job gives up all its blocks. A job without blocks is fine."""
+        self._firsts.pop(job_number, None)
+        for table in self._tables.pop(job_number, ()):
+            self._give_up(job_number, table)
+
     def hand_over(self, job_number: int, heir: int) -> None:
-        """Give a job's blocks, if it has any, to a job without blocks."""
+        """Give a job's blocks, if it has any, to a job without blocks. Neither may be in a
+        ``job_set``."""
         assert heir not in self._tables, f"job {heir} has blocks"
         if job_number in self._tables:
             self._tables[heir] = self._tables.pop(job_number)
             self._firsts[heir] = self._firsts.pop(job_number)
-
-    def is_kept(self, key: bytes, kind: int = 0) -> bool:
-        """Whether each group of the kind has a kept block with this key."""
-        num_groups = self.kinds[kind].num_groups
-        if num_groups == 1:  # the usual case, without a generator
-            return (key, kind, 0) in self._kept
-        return all((key, kind, group) in self._kept for group in range(num_groups))
 
     def table(self, job_number: int, kind: int = 0) -> array[int]:
         """The job's block numbers for a kind, in order of position and then of groups. The caller
@@ -228,15 +249,37 @@ class BlockPool:
         """With which block of a group the job's table for a kind begins."""
         return self._firsts[job_number][kind]
 
-    def blocks_at(self, job_number: int, kind: int, part: range) -> array[int]:
-        """The numbers of the blocks ``part`` of each group of the kind, as in ``table``."""
-        first, num_groups = self._firsts[job_number][kind], self.kinds[kind].num_groups
-        table = self._tables[job_number][kind]
-        return table[(part.start - first) * num_groups : (part.stop - first) * num_groups]
+    def block_at(self, job_number: int, kind: int, place: int) -> int:
+        """The block at a place, as in ``grow_from``."""
+        first = self._firsts[job_number][kind] * self.kinds[kind].num_groups
+        return self._tables[job_number][kind][place - first]
 
-    def all_blocks(self, job_number: int) -> list[int]:
+    def all_blocks(self, job_number: int) -> Blocks:
         """The numbers of the job's blocks of all kinds."""
-        return [block for table in self._tables.get(job_number, ()) for block in table]
+        tables = self._tables.get(job_number)
+        if tables is None:
+            return _NO_BLOCKS
+        if len(tables) == 1:
+            return np.array(tables[0], np.int32)
+        return np.concatenate([np.array(table, np.int32) for table in tables])
+
+    def is_shared_at(self, job_number: int, block: int) -> bool:
+        """Whether another job has this block of any group of the job, which has it too."""
+        counts = self._references.counts
+        return any(
+            counts[self.block_at(job_number, index, place)] > 1
+            for index, kind in enumerate(self.kinds)
+            for place in range(block * kind.num_groups, (block + 1) * kind.num_groups)
+        )
+
+    def unseen_blocks(self, job_number: int, position: int) -> Blocks:
+        """The numbers of those blocks of the job that no token from ``position`` on sees."""
+        blocks = [
+            block
+            for kind, num_unseen in enumerate(self._num_unseen(job_number, position))
+            for block in self._tables[job_number][kind][:num_unseen]
+        ]
+        return np.array(blocks, np.int32)
 
     def end(self, job_number: int) -> int:
         """The first block of a group behind those that the job has, of any kind."""
@@ -244,25 +287,92 @@ class BlockPool:
             return 0
         return max(self._end(job_number, kind) for kind in range(len(self.kinds)))
 
-    def num_held(self, job_number: int) -> int:
-        """Blocks in the job's tables."""
-        tables = self._tables.get(job_number)
-        if tables is None:
-            return 0
-        return len(tables[0]) if len(tables) == 1 else sum(map(len, tables))
+    # --- Contents -----------------------------------------------------------------------------
+
+    def publish(self, job_number: int, keys: Sequence[bytes], start: int = 0) -> None:
+        """Let others find blocks of the job. If another block has the same content, that one is
+        found.
+
+        Args:
+            keys: of the job's first blocks of a group. The ranks fill these before any work that is
+                sent from now on.
+            start: the first block of a group to publish.
+        """
+        for kind, table in enumerate(self._tables.get(job_number, ())):
+            first, num_groups = self._firsts[job_number][kind], self.kinds[kind].num_groups
+            begin = max(first, start)
+            stop = min(len(keys), first + len(table) // num_groups)
+            for index in range((begin - first) * num_groups, (stop - first) * num_groups):
+                key = keys[first + index // num_groups], kind, index % num_groups
+                if key not in self._published and table[index] not in self._keys:
+                    self._published[key] = table[index]
+                    self._keys[table[index]] = key
+
+    def withdraw(self, job_number: int) -> None:
+        """Nobody else gets the job's blocks: their content is wrong."""
+        for block in self.all_blocks(job_number).tolist():
+            self._withdraw(block)
+
+    def has(self, key: bytes, kind: int = 0) -> bool:
+        """Whether each group of the kind has a block that is published under this key."""
+        num_groups = self.kinds[kind].num_groups
+        if num_groups == 1:  # the usual case, without a generator
+            return (key, kind, 0) in self._published
+        return all((key, kind, group) in self._published for group in range(num_groups))
+
+    def num_cached(self, keys: Sequence[bytes], parts: Sequence[range]) -> int:
+        """How many of the blocks of ``refer_to`` no job has."""
+        return sum(
+            self._published[key, kind, group] in self._cached
+            for kind, part in enumerate(parts)
+            for key in keys[part.start : part.stop]
+            for group in range(self.kinds[kind].num_groups)
+        )
+
+    # --- Several jobs -------------------------------------------------------------------------
+
+    def job_set(self) -> JobSet:
+        """A new set, which is empty."""
+        return self._references.job_set()
+
+    def set_member(self, jobs: JobSet, job_number: int, is_member: bool) -> None:
+        """Add the job to a set of this pool, or remove it, unless that is so already."""
+        if is_member and job_number not in jobs:
+            jobs.add(job_number, self.all_blocks(job_number))
+        elif not is_member and job_number in jobs:
+            jobs.remove(job_number, self.all_blocks(job_number))
+
+    def freed_blocks(self, *leaving: JobSet) -> FreedBlocks:
+        """To count what becomes free if jobs give up blocks, after all jobs of these sets."""
+        return FreedBlocks(self._references, leaving)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block is in exactly one place."""
-        seen = [*self._free, *self._kept]
+        """Raise AssertionError unless the counts agree with the tables, and each block that no job
+        has is free once."""
+        free = [*self._free, *self._cached]
+        counts = np.zeros(self.num_blocks, np.int32)
         for tables in self._tables.values():
             assert any(tables), "a job without blocks must have no table"
             for kind, table in zip(self.kinds, tables, strict=True):
                 assert len(table) % kind.num_groups == 0, "a group lacks a block"
-                seen.extend(table)
-        assert sorted(seen) == list(range(self.num_blocks)), "a block is lost or owned twice"
+                assert len(set(table)) == len(table), "a job has a block twice"
+                counts[table] += 1
+        assert list(self._references.counts) == counts.tolist(), "references"
+        assert sorted(free) == np.flatnonzero(counts == 0).tolist(), (
+            "a block is lost or owned twice"
+        )
+        assert self.num_shared == np.count_nonzero(counts > 1), "shared blocks"
         assert self._tables.keys() == self._firsts.keys()
+        assert self._keys == {block: key for key, block in self._published.items()}
+        assert self._cached.keys() <= self._keys.keys(), "a cached block has no key"
+        assert self._keys.keys().isdisjoint(self._free), "a published block counts as empty"
+        self._references.check_integrity(self.all_blocks)
 
-    def _missing_of_kinds(self, job_number: int, num_tokens: int, first_token: int) -> list[int]:
+    def _find(self, keys: Sequence[bytes], kind: int, place: int) -> int | None:
+        block, group = divmod(place, self.kinds[kind].num_groups)
+        return self._published.get((keys[block], kind, group)) if block < len(keys) else None
+
+    def _missing_places(self, job_number: int, num_tokens: int, first_token: int) -> list[range]:
         end = -(-num_tokens // self.block_size)
         is_new = job_number not in self._tables
         missing = []
@@ -270,7 +380,7 @@ class BlockPool:
             begin = kind.first_seen(first_token, self.block_size)
             if not is_new:
                 begin = max(begin, self._end(job_number, index))
-            missing.append(kind.num_groups * max(0, end - begin))
+            missing.append(range(kind.num_groups * begin, kind.num_groups * max(begin, end)))
         return missing
 
     def _tables_of(self, job_number: int, first_token: int) -> list[array[int]]:
@@ -287,17 +397,45 @@ class BlockPool:
         length = len(self._tables[job_number][kind])
         return self._firsts[job_number][kind] + length // self.kinds[kind].num_groups
 
-    def _free_part(self, kind: int, blocks: array[int], first: int, keys: Sequence[bytes]) -> None:
-        """Free blocks of a kind's table, of which the first is block ``first`` of a group."""
-        num_groups = self.kinds[kind].num_groups
-        num_kept = max(0, len(keys) - first) * num_groups
-        self._free.extend(reversed(blocks[num_kept:]))
-        # The last block first, so that it is the first to be lost: a block is reusable only
-        # together with all preceding blocks.
-        for index in range(min(num_kept, len(blocks)) - 1, -1, -1):
-            key = keys[first + index // num_groups]
-            self._kept.add(blocks[index], (key, kind, index % num_groups))
+    def _num_unseen(self, job_number: int, position: int) -> list[int]:
+        """For each kind how many blocks of the job no token from ``position`` on sees."""
+        num_unseen = []
+        for index, first in enumerate(self._firsts.get(job_number, ())):
+            kind = self.kinds[index]
+            seen = min(kind.first_seen(position, self.block_size), self._end(job_number, index))
+            num_unseen.append(kind.num_groups * max(0, seen - first))
+        return num_unseen
+
+    def _take_free(self) -> int:
+        if self._free:
+            return self._free.pop()
+        block, _ = self._cached.popitem(last=False)
+        del self._published[self._keys.pop(block)]
+        return block
+
+    def _refer(self, job_number: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._cached.pop(block, None)
+        if blocks:
+            self._references.add(job_number, np.array(blocks, np.int32))
+
+    def _give_up(self, job_number: int, blocks: Sequence[int]) -> None:
+        if not blocks:
+            return
+        # The last block first, so that it is the first to be lost: a block is of use only together
+        # with all preceding blocks.
+        last_first = np.array(blocks, np.int32)[::-1]
+        for block in self._references.drop(job_number, last_first).tolist():
+            if block in self._keys:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def _withdraw(self, block: int) -> None:
+        """Nobody finds the block any more. A job has it."""
+        if block in self._keys:
+            del self._published[self._keys.pop(block)]
 
     def _forget_if_empty(self, job_number: int) -> None:
-        if not any(self._tables[job_number]):
+        if job_number in self._tables and not any(self._tables[job_number]):
             del self._tables[job_number], self._firsts[job_number]

@@ -80,19 +80,22 @@ class SwapCosts:
         """Seconds of an iteration that computes ``num_tokens`` tokens of one job."""
         return self._times.prefill_s(num_tokens)
 
-    def swap_is_cheaper(self, job: Job, blocks_out: int, blocks_in: int, num_running: int) -> bool:
+    def swap_is_cheaper(
+        self, job: Job, *, num_lost: int, blocks_out: int, blocks_in: int, num_running: int
+    ) -> bool:
         """Whether swapping a job that must leave delays jobs less than computing its KV again.
 
         Copies run beside the iterations. So a swap delays this job alone, by the time on the link.
         Computing again delays the job and all jobs that run beside it.
 
         Args:
+            num_lost: tokens whose KV nobody would have any more.
             blocks_out, blocks_in: blocks that the link copies in each direction before the job is
                 back.
             num_running: jobs in an iteration.
         """
         swap_s = self.link.transfer_s(True, blocks_out) + self.link.transfer_s(False, blocks_in)
-        recompute_s = self._times.prefill_s(job.num_computed) * (num_running + 1)
+        recompute_s = self._times.prefill_s(num_lost) * (num_running + 1)
         is_cheaper = swap_s <= recompute_s
         _log.debug(
             "job %s leaves the device: swapping %d blocks delays jobs by %.2f ms, computing %d "
@@ -100,7 +103,7 @@ class SwapCosts:
             job.id,
             blocks_in,
             swap_s * 1e3,
-            job.num_computed,
+            num_lost,
             recompute_s * 1e3,
             "swap" if is_cheaper else "recompute",
         )

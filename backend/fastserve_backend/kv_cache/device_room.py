@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastserve_backend.config_sections import SwapStrategy
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.holders import Holders, RoundState, RunningOrder
-from fastserve_backend.kv_cache.prefixes import Prefixes
+from fastserve_backend.kv_cache.prefixes import Prefixes, PrefixHit
 from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
@@ -51,13 +51,18 @@ class DeviceRoom:
         self._device = parts.tiers.device
         # Blocks that are free when the running steps end. If they are enough for a job, nobody has
         # to leave for it.
-        self._num_ending = parts.tiers.num_of_ended_not_leaving
-        self._num_ending += sum(map(self._device.num_held, ending))
+        # Of jobs, which become free when the running steps or transfers end.
+        self._ending = [
+            self._device.all_blocks(number) for number in (*parts.tiers.ended_not_leaving, *ending)
+        ]
         if parts.tiers.has_windows:
-            self._num_ending += sum(
-                parts.holders.num_unseen(job.number, job.num_computed)
+            self._ending += [
+                self._device.unseen_blocks(job.number, job.num_computed)
                 for job in parts.holders.with_numbers(state.running)
-            )
+                if parts.tiers.transfer(job.number) is None
+            ]
+        freed = self._device.freed_blocks(parts.tiers.leaving)
+        self._num_ending = sum(map(freed.add, self._ending))
         self._has_no_victims = False
         self._candidates: list[Job] = []  # the first jobs that may leave
 
@@ -66,7 +71,7 @@ class DeviceRoom:
         """Blocks that are free once the unfinished swap-outs end and sessions hold none, without
         promised ones. Negative: more blocks are promised than will be free."""
         tiers = self._parts.tiers
-        return self._device.num_free + tiers.num_leaving + tiers.held.device - self.num_promised
+        return self._device.num_free + tiers.leaving.num_alone - self.num_promised
 
     @property
     def is_exhausted(self) -> bool:
@@ -84,46 +89,69 @@ class DeviceRoom:
         if num_blocks > self._device.num_free:
             self._parts.sessions.free_device(num_blocks)
 
-    def make_fit(self, job: Job) -> bool:
-        """Whether the free blocks hold all tokens of the job, from now on without those that
-        sessions hold."""
-        missing = self._most_missing(job)
-        if not self.has_free(missing):
-            return False
-        self.make_free(missing + self.num_promised)
-        return True
+    def promise_if_it_fits(self, job: Job, hit: PrefixHit, num_coming: int) -> bool:
+        """Promise a job without blocks those for all its tokens, if they are free. Returns whether
+        they are.
 
-    def promise_if_it_fits(self, job: Job) -> bool:
-        """Promise the job blocks for all its tokens, if they are free. Returns whether they are."""
-        missing = self._most_missing(job)
+        Args:
+            hit: the blocks that it gets from others.
+            num_coming: blocks of a group that it will get behind those.
+        """
+        needs = self._parts.tiers.needs
+        num_others = num_coming * needs.num_groups + sum(
+            kind.num_groups * len(part) for kind, part in zip(needs.kinds, hit.parts, strict=False)
+        )
+        missing = max(0, needs.most(job.num_tokens) - num_others)
+        missing += self._device.num_cached(hit.keys, hit.parts)
         if not self.has_free(missing):
             return False
         self.num_promised += missing
         return True
 
-    def give(self, job: Job, first_token: int, num_tokens: int, *, is_new: bool) -> OfferOutcome:
-        """Give a new job, or one on the device, blocks to run its tokens from ``first_token`` up to
-        ``num_tokens``."""
-        missing = self._device.missing(job.number, num_tokens, first_token)
-        if missing:
-            outcome = self._give_missing(job, first_token, num_tokens, missing, is_new=is_new)
+    def give(self, job: Job, num_tokens: int, hit: PrefixHit, *, is_new: bool) -> OfferOutcome:
+        """Give a new job, or one on the device, blocks to run its next ``num_tokens`` tokens.
+
+        Args:
+            hit: what a new job gets from others.
+        """
+        device, first_token, num_cached = self._device, job.num_ready, 0
+        if is_new and hit.keys:
+            # As long as the job refers to them, nobody else gets them.
+            num_cached = device.num_cached(hit.keys, hit.parts)
+            device.refer_to(job.number, hit.keys, hit.parts)
+        missing = device.missing(job.number, first_token + num_tokens, first_token)
+        if missing or num_cached:
+            num_promised = self.num_promised
+            outcome = self._give_missing(job, first_token + num_tokens, missing, is_new=is_new)
             if outcome is not TAKEN.outcome:
+                if is_new:
+                    device.release(job.number)
+                if self.num_promised > num_promised:
+                    self.num_promised += num_cached
                 return outcome
         if is_new or missing:
             counters = self._parts.counters
-            num_used = self._device.num_used - self._parts.tiers.held.device
+            num_used = device.num_used - self._parts.tiers.held.device
             counters.peak_blocks = max(counters.peak_blocks, num_used)
         return TAKEN.outcome
 
-    def bring_back(self, job: Job, num_tokens: int) -> OfferOutcome:
+    def bring_back(self, job: Job, num_tokens: int) -> OfferOutcome | None:
         """A job whose KV is on the host or moves needs it for its next ``num_tokens`` tokens. Start
-        to bring it back, if there is room."""
-        tiers = self._parts.tiers
+        to bring it back, if there is room. None: its KV is on the device now, since others have
+        all of it there."""
+        tiers, swapping = self._parts.tiers, self._parts.swapping
         if tiers.is_swapped_out(job.number):
             room_for = job.num_computed + num_tokens
-            needed = tiers.needs.for_step(job.num_computed, room_for)
+            needed = swapping.missing_to_return(job, room_for)
             if self._reserve(job, needed, keeps_work=False):
-                self._parts.swapping.swap_in(job, room_for, self._state)
+                # What left for it may have been of use to it, so that it needs more now.
+                needed = swapping.missing_to_return(job, room_for)
+                if needed > self._device.num_free:
+                    self.num_promised += needed
+                else:
+                    swapping.swap_in(job, room_for, self._state)
+                    if tiers.may_run(job.number):
+                        return None
         is_moving = tiers.transfer(job.number) is not None
         return (
             OfferOutcome.WAITS_FOR_COPIES
@@ -132,28 +160,19 @@ class DeviceRoom:
         )
 
     def _give_missing(
-        self, job: Job, first_token: int, num_tokens: int, missing: int, *, is_new: bool
+        self, job: Job, num_tokens: int, missing: int, *, is_new: bool
     ) -> OfferOutcome:
         parts = self._parts
         # With this strategy no job of the same priority computes again for a new job, unless that
         # starves.
         keeps_work = is_new and parts.strategy == "proactive" and not parts.order.has_turn(job)
         if keeps_work and not self._leaves_room_to_grow(job, missing):
-            parts.prefixes.give_back_of(job)  # jobs that have begun may need these blocks
             return OfferOutcome.NO_ROOM
         if self._reserve(job, missing, keeps_work=keeps_work):
-            self._device.grow(job.number, num_tokens, first_token)
+            self._device.grow(job.number, num_tokens, job.num_ready)
             return OfferOutcome.TAKEN
-        if keeps_work:
-            parts.prefixes.give_back_of(job)
         return (
             OfferOutcome.WAITS_FOR_COPIES if self._will_cover_promises() else OfferOutcome.NO_ROOM
-        )
-
-    def _most_missing(self, job: Job) -> int:
-        """Blocks to add before the job can run all its tokens, whatever the steps."""
-        return max(
-            0, self._parts.tiers.needs.most(job.num_tokens) - self._device.num_held(job.number)
         )
 
     def _leaves_room_to_grow(self, job: Job, num_blocks: int) -> bool:
@@ -167,12 +186,12 @@ class DeviceRoom:
             return True
         num_behind = 0  # device blocks of less urgent jobs
         for other in state.less_urgent(job, Place.DEVICE):
-            num_behind += self._device.num_held(other.number)
+            num_behind += self._device.num_alone(other.number)
             growth -= growth_of_one
             if growth <= 0 or self.has_free(num_blocks + growth - num_behind):
                 return True
         for other in state.less_urgent(job, Place.HOST):
-            growth -= tiers.host.num_held(other.number)
+            growth -= tiers.host.num_alone(other.number)
             if growth <= 0 or self.has_free(num_blocks + growth - num_behind):
                 return True
         return False
@@ -187,7 +206,6 @@ class DeviceRoom:
         """
         state, parts = self._state, self._parts
         shortage = num_blocks - self.num_spare - self._num_ending
-        shortage -= parts.prefixes.give_back(shortage, state.offered)
         if shortage > 0 and not self._has_no_victims:
             victims = self._victims(job, shortage)
             if keeps_work and victims and not parts.swapping.can_swap_out_for(job, victims, state):
@@ -223,7 +241,10 @@ class DeviceRoom:
     def _victims(self, job: Job, num_blocks: int) -> list[Job]:
         """Jobs that hold ``num_blocks`` blocks and may leave for ``job``, the last to run first.
         None if even all such jobs hold fewer. More urgent jobs never leave."""
-        state, num_held = self._state, self._device.num_held
+        state, device = self._state, self._device
+        freed = device.freed_blocks(self._parts.tiers.leaving)
+        for blocks in self._ending:
+            freed.add(blocks)
         candidates = self._candidates
         candidates[:] = [candidate for candidate in candidates if state.may_leave(candidate)]
         count = 0
@@ -237,6 +258,6 @@ class DeviceRoom:
                 candidates.append(candidate)
             if candidates[count].effective_priority < job.effective_priority:
                 return []
-            num_blocks -= num_held(candidates[count].number)
+            num_blocks -= freed.add(device.all_blocks(candidates[count].number))
             count += 1
         return candidates[:count]

@@ -94,12 +94,11 @@ class DiskTier:
         transfer_id = next(self._ids)
         owner = disk_transfer_owner(transfer_id)
         self.slots.grow(owner, num_tokens, num_tokens)
-        host_blocks = array("i")
-        for index in range(len(self.slots.kinds)):
-            first = self.slots.first(owner, index)
-            part = range(first, self.slots.blocks_for(num_tokens))
-            host_blocks += self._host.blocks_at(job_number, index, part)
-        slots = array("i", self.slots.all_blocks(owner))
+        host_blocks, end = array("i"), self.slots.blocks_for(num_tokens)
+        for index, kind in enumerate(self.slots.kinds):
+            places = range(self.slots.first(owner, index) * kind.num_groups, end * kind.num_groups)
+            host_blocks.extend(self._host.block_at(job_number, index, place) for place in places)
+        slots = self._array(self.slots, owner)
         assert len(host_blocks) == len(slots), "the host lacks blocks of a saved prefix"
         return self._start(
             DiskTransfer(transfer_id, job_number, True, host_blocks, slots, num_tokens, now)
@@ -116,8 +115,7 @@ class DiskTier:
         owner = disk_transfer_owner(transfer_id)
         self._host.grow(owner, num_tokens, num_tokens)
         self.slots.hand_over(job_number, owner)
-        host_blocks = array("i", self._host.all_blocks(owner))
-        slots = array("i", self.slots.all_blocks(owner))
+        host_blocks, slots = self._array(self._host, owner), self._array(self.slots, owner)
         return self._start(
             DiskTransfer(transfer_id, job_number, False, host_blocks, slots, num_tokens, now)
         )
@@ -167,9 +165,9 @@ class DiskTier:
         assert not any(map(device.num_held, here)), "on the device and on the disk"
         num_used = sum(map(self.slots.num_held, self._saved))
         for transfer in self._unfinished.values():
-            assert list(transfer.slots) == self.slots.all_blocks(transfer.owner)
-            of_read = [] if transfer.is_write else list(transfer.host_blocks)
-            assert of_read == self._host.all_blocks(transfer.owner)
+            assert transfer.slots == self._array(self.slots, transfer.owner)
+            of_read = array("i") if transfer.is_write else transfer.host_blocks
+            assert of_read == self._array(self._host, transfer.owner)
             num_used += len(transfer.slots)
         assert num_used == self.slots.num_used, "slots of no job"
         assert self._saved.keys().isdisjoint(self._unwritten), "written twice"
@@ -179,6 +177,10 @@ class DiskTier:
         held = {number: self._host.num_held(number) for number in self._unwritten}
         assert held == {number: one.num_blocks for number, one in self._unwritten.items()}
         assert self.num_unwritten == sum(held.values()), "unwritten host blocks"
+
+    @staticmethod
+    def _array(pool: BlockPool, job_number: int) -> array[int]:
+        return array("i", pool.all_blocks(job_number).tobytes())
 
     def _start(self, transfer: DiskTransfer) -> DiskTransfer:
         self._unfinished[transfer.id] = self._wanted[transfer.job_number] = transfer

@@ -1,56 +1,55 @@
-"""How many blocks held KV has. Every decision needs the sums, so each change updates them."""
+"""Jobs that have ended, and whose KV is held for their sessions' next turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+
+from fastserve_backend.kv_cache.blocks import BlockPool
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBlocks:
-    """Blocks of held KV."""
+class HeldKV:
+    """Which jobs these are, and how many blocks only they have."""
 
-    device: int = 0
-    idle_device: int = 0
-    """Those that no transfer and no step copies."""
-    idle_host: int = 0
-    host_alone: int = 0
-    """Host blocks of KV that is not on the device."""
+    def __init__(self, device: BlockPool, host: BlockPool) -> None:
+        self._pools = device, host
+        self.jobs, self._idle_device = device.job_set(), device.job_set()
+        self._idle_host, self._host_alone = host.job_set(), host.job_set()
 
+    @property
+    def device(self) -> int:
+        """Device blocks."""
+        return self.jobs.num_alone
 
-class HeldJobs:
-    """The ended jobs whose KV is held, by number."""
+    @property
+    def idle_device(self) -> int:
+        """Device blocks that no transfer copies."""
+        return self._idle_device.num_alone
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, HeldBlocks] = {}
-        self.total = HeldBlocks()
-        """Blocks of all of them."""
+    @property
+    def idle_host(self) -> int:
+        """Host blocks that no transfer copies."""
+        return self._idle_host.num_alone
+
+    @property
+    def host_alone(self) -> int:
+        """Host blocks of KV that is not on the device."""
+        return self._host_alone.num_alone
 
     def __contains__(self, job_number: int) -> bool:
-        return job_number in self._blocks
+        return job_number in self.jobs
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._blocks)
+        return iter(self.jobs)
 
-    def set_blocks(self, job_number: int, blocks: HeldBlocks) -> None:
-        """The job, which may be new, has these blocks now."""
-        before, total = self._blocks.get(job_number, HeldBlocks()), self.total
-        self.total = HeldBlocks(
-            total.device + blocks.device - before.device,
-            total.idle_device + blocks.idle_device - before.idle_device,
-            total.idle_host + blocks.idle_host - before.idle_host,
-            total.host_alone + blocks.host_alone - before.host_alone,
-        )
-        self._blocks[job_number] = blocks
+    def update(self, job_number: int, *, is_held: bool, is_idle: bool = True) -> None:
+        """The job's KV is held from now on, or no longer, or it has moved.
 
-    def remove(self, job_number: int) -> None:
-        """The job's KV, if it is held at all, is held no longer."""
-        if job_number in self._blocks:
-            self.set_blocks(job_number, HeldBlocks())
-            del self._blocks[job_number]
-
-    def check(self, counted: Mapping[int, HeldBlocks]) -> None:
-        """Raise AssertionError unless these are the blocks of each job, and the sums are right."""
-        assert self._blocks == counted, "blocks of a held job"
-        sums = tuple(map(sum, zip(*map(astuple, counted.values()), strict=True)))
-        assert astuple(self.total) == (sums or astuple(HeldBlocks())), "blocks of held jobs"
+        Args:
+            is_idle: no transfer copies it.
+        """
+        device, host = self._pools
+        is_on_device = device.num_held(job_number) > 0
+        device.set_member(self.jobs, job_number, is_held)
+        device.set_member(self._idle_device, job_number, is_held and is_idle)
+        host.set_member(self._idle_host, job_number, is_held and is_idle)
+        host.set_member(self._host_alone, job_number, is_held and is_idle and not is_on_device)

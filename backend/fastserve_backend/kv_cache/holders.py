@@ -10,7 +10,7 @@ from typing import Protocol
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.kv_cache.transfers import Transfer
+from fastserve_backend.kv_cache.transfers import Transfer, TransferKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.offers import NextRunEstimate
 
@@ -98,17 +98,18 @@ class Holders:
             self.free_unseen(job_number)
 
     def free_unseen(self, job_number: int) -> None:
-        """Free the job's blocks behind the windows of its tokens whose steps have not ended. They
-        keep their content. If a copy uses the job's blocks, they are freed when it has ended."""
+        """The job gives up its blocks behind the windows of its tokens whose steps have not ended.
+        Others still find them. If a transfer copies the job's blocks, that is done when it has
+        ended."""
         job, num_finished = self._jobs.get(job_number), self._num_finished.get(job_number, 0)
         if job is not None and self.num_unseen(job_number, num_finished):
-            keys = self._prefixes.keys_to_keep(job)
-            freed = self._tiers.free_before(job_number, num_finished, keys)
-            self._prefixes.on_freed(job, freed)
+            self._prefixes.publish(job)
+            self._tiers.free_before(job_number, num_finished)
 
     def num_unseen(self, job_number: int, position: int) -> int:
-        """Device blocks of the job that no token from ``position`` on sees, and no copy uses."""
-        if self._tiers.is_read(job_number) or self._tiers.transfer(job_number) is not None:
+        """Device blocks of the job that no token from ``position`` on sees, and no transfer
+        copies."""
+        if self._tiers.transfer(job_number) is not None:
             return 0
         return self._tiers.device.num_before(job_number, position)
 
@@ -129,18 +130,15 @@ class Holders:
         self._moved.clear()
 
     def drop(self, job: Job) -> None:
-        """Free the job's blocks. The job computes its KV again."""
-        self._tiers.release(job.number, self._prefixes.keys_to_keep(job))
+        """The job gives up its blocks, and computes its KV again."""
+        self._prefixes.before_leaving(job)
+        self._tiers.release(job.number)
         self.on_lost(job)
 
     def drop_unsent(self, job: Job) -> None:
         """Drop a job whose first step was not sent, if it has blocks. Nothing is lost but time."""
-        if self._jobs.get(job.number) is job and job.number not in self._prefixes.published:
-            job.num_shared = 0
-            keys = self._prefixes.keys_to_keep(job)
-            self._counters.prefix_cached_tokens -= job.num_computed  # it counts when it is taken
-            job.num_computed = 0
-            self._tiers.release(job.number, keys)
+        if job.number in self._without_step and self._jobs.get(job.number) is job:
+            self._tiers.release(job.number)
             self.on_lost(job)
 
     def on_lost(self, job: Job) -> None:
@@ -150,7 +148,7 @@ class Holders:
         self._num_finished.pop(job.number, None)
         self._moved[job.number] = job
         self._without_step.discard(job.number)
-        self._prefixes.withdraw(job)
+        self._prefixes.on_left(job)
         if job.num_computed:
             job.num_computed = 0
             self._counters.recomputed_jobs += 1
@@ -166,7 +164,10 @@ class Holders:
     def release(self, job: Job) -> None:
         """The job, which may have no KV, ended."""
         self.remove(job)
-        self._tiers.release(job.number, self._prefixes.keys_to_keep(job))
+        transfer = self._tiers.transfer(job.number)
+        if transfer is None or transfer.kind is not TransferKind.SWAP_IN:
+            self._prefixes.before_leaving(job)
+        self._tiers.release(job.number)
         self._prefixes.forget(job)
 
 
@@ -176,7 +177,6 @@ class RoundState:
     Args:
         in_flight: jobs of unfinished steps, which keep what they have.
         going_on: as for ``KVManager.start_round``.
-        copy_sources: jobs from which this round's step copies blocks; grows during the round.
     """
 
     def __init__(
@@ -187,7 +187,6 @@ class RoundState:
         now: float,
         in_flight: Collection[int],
         going_on: Collection[int] | None,
-        copy_sources: Collection[int],
     ) -> None:
         self.now = now
         self.is_ahead = going_on is not None
@@ -203,7 +202,6 @@ class RoundState:
         self._tiers = tiers
         self._holders = holders
         self._order = order
-        self._copy_sources = copy_sources
 
     @cached_property
     def next_run_estimate(self) -> NextRunEstimate:
@@ -234,20 +232,16 @@ class RoundState:
         return self.by_next_run(Place.DEVICE)
 
     def may_leave(self, job: Job) -> bool:
-        """Whether the job has device blocks that no step, no copy and no offered job uses. The
-        running step counts as ended if the round is ahead of it.
-
-        Kept blocks that a job took over in this round do not count: it gives them back.
-        """
+        """Whether the job has device blocks that no step, no transfer and no offered job uses. The
+        running step counts as ended if the round is ahead of it."""
         number = job.number
-        if number in self.offered or number in self._copy_sources:
+        if number in self.offered:
             return False
         if number in self.running:
             return True
         return (
             number not in self.busy
             and number in self._holders.numbers
-            and not self._tiers.is_read(number)
             and self._tiers.transfer(number) is None
             and self._tiers.device.num_held(number) > 0
         )

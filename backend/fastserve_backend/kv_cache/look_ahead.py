@@ -98,25 +98,21 @@ class LookAhead:
         spare = room.num_spare
         if not tiers.num_swapped_out and spare >= reserve:
             return
-        num_unused = self._prefixes.num_unused + tiers.held.device
-        border = DeviceBorder(tiers, state, device.num_blocks - reserve, num_unused)
+        border = DeviceBorder(tiers, state, device.num_blocks - reserve)
         most_returning = max(0, _MAX_RETURNING - tiers.num_unfinished(TransferKind.SWAP_IN))
         returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
         wanted = reserve + sum(_room_to_return(job, tiers) for job in returning)
-        spare += self._prefixes.give_back(wanted - spare, state.offered)
         num_left = num_refused = 0
+        freed = device.freed_blocks(tiers.leaving)
         for job in border.outside() if spare < wanted else ():
             if not state.is_idle(job):
                 continue
             if num_left == _MOST_LEAVING:
                 self.on_change()
                 break
-            num_held = device.num_held(job.number)
-            if job.num_computed == 0:  # it was taken, but its step was not sent
-                self._holders.drop(job)
-                spare += num_held
-            elif self._swapping.swap_out(job, state, is_early=True):
-                spare += num_held
+            num_freed = freed.add(device.all_blocks(job.number))
+            if self._swapping.swap_out(job, state, is_early=True):
+                spare += num_freed
                 num_left += 1
             else:
                 num_refused += 1
@@ -165,19 +161,19 @@ class DeviceBorder:
     if swapped-out jobs before it need more blocks than are free. Both searches look only at as many
     jobs as hold so many blocks.
 
-    Args:
-        num_unused: device blocks that belong to no job with KV: taken over and not used yet, or
-            held by sessions.
     """
 
-    def __init__(self, tiers: TwoTierKV, state: RoundState, capacity: int, num_unused: int) -> None:
+    def __init__(self, tiers: TwoTierKV, state: RoundState, capacity: int) -> None:
         self._tiers = tiers
         self._state = state
         self._estimate = state.next_run_estimate
         # Blocks of all jobs on the device, less ``capacity``.
-        self._num_here = tiers.device.num_used - tiers.num_of_ended - num_unused - capacity
+        num_of_others = tiers.num_of_ended + tiers.held.device
+        self._num_here = tiers.device.num_used - num_of_others - capacity
+        self._freed = tiers.device.freed_blocks(tiers.held.jobs)
         self._last = state.by_next_run(Place.DEVICE, last_first=True)
-        # The jobs that were looked at: (estimate, job, its blocks), the last to run first.
+        # The jobs that were looked at: (estimate, job, blocks that are free once it and those
+        # before it have left), the last to run first.
         self._looked_at: list[tuple[tuple[float, ...], Job, int]] = []
 
     def inside(self, band: float) -> Iterator[Job]:
@@ -197,7 +193,7 @@ class DeviceBorder:
         num_before, last_before = 0, None
         num_behind, index = 0, 0
         while (looked_at := self._look_at(index)) is not None:
-            estimate, job, num_held = looked_at
+            estimate, job, num_freed = looked_at
             while num_before <= num_behind - self._num_here:
                 before = next(swapped_out, None)
                 if before is None:
@@ -207,7 +203,7 @@ class DeviceBorder:
             if last_before is not None and last_before >= estimate:
                 return
             yield job
-            num_behind += num_held
+            num_behind += num_freed
             index += 1
 
     def _swapped_out(self) -> Iterator[Job]:
@@ -234,8 +230,8 @@ class DeviceBorder:
             if job is None:
                 return None
             if job.number not in self._state.busy:
-                num_held = self._tiers.device.num_held(job.number)
-                looked_at.append((self._estimate(job), job, num_held))
+                num_freed = self._freed.add(self._tiers.device.all_blocks(job.number))
+                looked_at.append((self._estimate(job), job, num_freed))
         return looked_at[index]
 
 

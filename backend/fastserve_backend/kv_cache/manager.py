@@ -25,7 +25,8 @@ from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import RoomParts
 from fastserve_backend.kv_cache.holders import Holders, RunningOrder
 from fastserve_backend.kv_cache.look_ahead import LookAhead
-from fastserve_backend.kv_cache.prefixes import PrefixCopies, Prefixes, PrefixKeys
+from fastserve_backend.kv_cache.prefix_keys import PrefixKeys
+from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.session_history import SessionHistory
 from fastserve_backend.kv_cache.sessions import HeldSessions
@@ -124,11 +125,8 @@ class KVManager:
         for job in last.stalled:
             job.swap_stall_s += now - last.now
         for job in last.taken:
-            job.num_shared = 0  # if their step was not sent
-            if self.tiers.has_windows and self._prefixes.is_on:
-                # It may have room for copies behind blocks that it lacks, or begin with another
-                # prefix next time.
-                self._holders.drop_unsent(job)
+            if self._prefixes.is_on:
+                self._holders.drop_unsent(job)  # it may begin with another prefix next time
         for job in list(self._restarting.values()):
             self._try_restart(job)
         self._sessions.start_round(now)
@@ -142,35 +140,23 @@ class KVManager:
         self._look_ahead.on_arrival(job, now)
         self._sessions.on_arrival(job, now)
         if job.num_computed == 0:
-            self._prefixes.estimate_shared(job)
+            self._prefixes.find(job)
 
     def on_sent(self) -> None:
-        """The step of the latest round was sent. Its jobs count the tokens that it computes.
-
-        The sources of its copies keep their blocks until ``on_step_finished``.
-        """
+        """The step of the latest round was sent. Its jobs count the tokens that it computes."""
         for job in self._round.taken:
             self._holders.mark_computed(job)
-        copies = self._round.prefixes.copies
-        self._counters.prefix_cached_tokens += copies.num_tokens
-        for number in copies.sources:
-            self.tiers.start_read(number)
+        self._counters.prefix_cached_tokens += self._round.prefixes.num_cached_tokens
         self._round.prefixes.publish_all()
 
-    def on_step_finished(
-        self, copies: PrefixCopies, computed: Iterable[tuple[int, int]] = ()
-    ) -> None:
-        """The step that was sent with these copies has ended.
+    def on_step_finished(self, computed: Iterable[tuple[int, int]] = ()) -> None:
+        """A step has ended.
 
         Args:
             computed: for each of its jobs the number, and how many of the job's first tokens have
                 been run.
         """
-        for number in copies.sources:
-            self.tiers.end_read(number)
         if self.tiers.has_windows:
-            for number in copies.sources:
-                self._holders.free_unseen(number)
             for number, num_computed in computed:
                 self._holders.on_step_finished(number, num_computed)
 
@@ -200,7 +186,7 @@ class KVManager:
             self._holders.release(job)
 
     def _try_restart(self, job: Job) -> None:
-        if self.tiers.transfer(job.number) is not None or self.tiers.is_read(job.number):
+        if self.tiers.transfer(job.number) is not None:
             return
         del self._restarting[job.number]
         if self._holders.get(job.number) is not None:

@@ -11,7 +11,6 @@ from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import DeviceRoom, RoomParts
 from fastserve_backend.kv_cache.holders import RoundState
 from fastserve_backend.kv_cache.look_ahead import LookAhead
-from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.transfers import DiskTransfer, Transfer
 from fastserve_backend.offers import EVERYWHERE, TAKEN, OfferAnswer, OfferOutcome
 
@@ -52,8 +51,6 @@ class RoundResult:
     """To start now, in this order, whatever the verdict."""
     disk_transfers: Sequence[DiskTransfer]
     """Likewise. No step waits for them."""
-    prefix_copies: PrefixCopies
-    """To make with the step, before it runs."""
 
 
 class Round:
@@ -91,8 +88,6 @@ class Round:
         self._tiers = parts.tiers
         self._away = parts.tiers.away
         self._uses_prefixes = parts.prefixes.is_on
-        self._published = parts.prefixes.published
-        self._counters = parts.counters
         self._look_ahead = look_ahead
         self._sessions = parts.sessions
         self._costs = costs
@@ -100,36 +95,16 @@ class Round:
         self._have_kv = parts.holders.numbers
         staying = set(in_flight).difference(going_on or ())  # the policy does not offer these
         self.prefixes = parts.prefixes.for_round(parts.holders.with_numbers(staying))
-        parts.sessions.protect(self.prefixes.copies.sources)
-        self._state = RoundState(
-            parts.tiers,
-            parts.holders,
-            parts.order,
-            now,
-            in_flight,
-            going_on,
-            self.prefixes.copies.sources,
-        )
+        self._state = RoundState(parts.tiers, parts.holders, parts.order, now, in_flight, going_on)
         self._busy, self._offered = self._state.busy, self._state.offered
         self._room = DeviceRoom(parts, self._state, ending=() if going_on is None else staying)
         self._num_settled = len(staying)  # holders that the policy does not offer any more
         self._is_closed_to_new = False
 
     def find_prefix(self, job: Job) -> None:
-        """Let a job that has computed nothing use what others have computed of its first tokens.
-
-        It takes over kept blocks, unless more urgent jobs wait for those. It plans to copy what
-        running jobs have, if its own blocks are free: the blocks of jobs that would leave for it
-        may be the ones to copy.
-        """
-        if not self._uses_prefixes or job.number in self._away or job.number in self._published:
-            return
-        is_new = job.number not in self._have_kv
-        if is_new and self._is_closed_to_new:
-            return
-        fits = self._room.make_fit(job)
-        may_take_over = is_new and (fits or not self._room.num_promised)
-        self.prefixes.find(job, may_take_over=may_take_over, may_copy=fits)
+        """Let a job that has no blocks use what others have computed of its first tokens."""
+        if self._uses_prefixes and not self._is_closed_to_new and job.number not in self._have_kv:
+            self.prefixes.find(job)
 
     def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
@@ -137,7 +112,6 @@ class Round:
         A job that the policy does not offer, for want of tokens, may lose its blocks.
         """
         is_new = job.number not in self._have_kv
-        begins = self._uses_prefixes and job.number not in self._published
         if not is_new:
             self._num_settled += 1
         elif self._is_closed_to_new:
@@ -146,17 +120,21 @@ class Round:
             self._is_closed_to_new = True
             return self._pass_over(_NO_ROOM)
         self._offered.add(job.number)
+        outcome = None
         if job.number in self._away:
             outcome = self._room.bring_back(job, num_tokens)
-        # A job that does not fit would copy nothing, so it does not wait for a prefix.
-        elif begins and self.prefixes.pays_to_wait(job) and self._room.promise_if_it_fits(job):
+        elif (
+            is_new
+            and (num_coming := self.prefixes.num_coming(job))
+            # A job that does not fit then would have waited in vain.
+            and self._room.promise_if_it_fits(job, self.prefixes.hit(job), num_coming)
+        ):
             return self._pass_over(_WAITS_FOR_PREFIX)
-        else:
-            first_token = job.num_ready
-            outcome = self._room.give(job, first_token, first_token + num_tokens, is_new=is_new)
+        if outcome is None:
+            outcome = self._room.give(job, num_tokens, self.prefixes.hit(job), is_new=is_new)
             if outcome is TAKEN.outcome:
-                if begins or (self._uses_prefixes and num_tokens > 1):
-                    self._counters.prefix_cached_tokens += self.prefixes.on_taken(job, num_tokens)
+                if self._uses_prefixes and (is_new or num_tokens > 1):
+                    self.prefixes.on_taken(job, num_tokens)
                 if is_new:
                     self._holders.add(job)
                     self._num_settled += 1
@@ -185,7 +163,7 @@ class Round:
             self._sessions.copy_to_host(self._state.transfers)
         disk_transfers: list[DiskTransfer] = []
         self._sessions.copy_to_and_from_disk(disk_transfers, self.now)
-        return RoundResult(verdict, self._state.transfers, disk_transfers, self.prefixes.copies)
+        return RoundResult(verdict, self._state.transfers, disk_transfers)
 
     def _pass_over(self, answers: tuple[OfferAnswer, ...]) -> OfferAnswer:
         """The answer that says what is closed by now, from a tuple that ``_answers`` made."""

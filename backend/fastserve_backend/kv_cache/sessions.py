@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from fastserve_backend.config_sections import KVCacheSection
@@ -95,7 +94,6 @@ class HeldSessions:
         self.arriving = self._arriving.keys()
         """Numbers of the jobs that wait until nothing copies the KV that they get, or until it has
         been read from the disk."""
-        self._copy_sources: Collection[int] = ()
 
     def __len__(self) -> int:
         """Sessions with held KV."""
@@ -177,6 +175,8 @@ class HeldSessions:
                     return
                 num_tokens = 0
             if num_tokens:
+                num_tokens = self._tiers.num_of_use(turn.job.number, num_tokens)
+            if num_tokens:
                 self._hand_over(turn, job, num_tokens)
             else:
                 self._give_up(turn)
@@ -198,37 +198,18 @@ class HeldSessions:
 
     # --- Room for jobs ------------------------------------------------------------------------
 
-    def protect(self, copy_sources: Collection[int]) -> None:
-        """The KV of these jobs leaves the device for nobody.
-
-        Args:
-            copy_sources: numbers of those whose blocks a round's step copies; grows during the
-                round.
-        """
-        self._copy_sources = copy_sources
-
     @property
     def num_idle(self) -> int:
         """Device blocks that ``free_device`` can free at once."""
-        if not self._on_device:  # mostly, and every decision asks
-            return 0
-        return self._tiers.held.idle_device - sum(
-            self._tiers.device.num_held(number)
-            for number in self._copy_sources
-            if number in self._on_device and self._tiers.is_idle(number)
-        )
+        return self._tiers.held.idle_device
 
     def free_device(self, num_blocks: int) -> None:
         """Make ``num_blocks`` blocks of the device free, or as many as possible."""
-        leaving, num_free = [], self._tiers.device.num_free
-        for number, turn in self._on_device.items():
-            if num_free >= num_blocks:
-                break
-            if self._tiers.is_idle(number) and number not in self._copy_sources:
-                num_free += self._tiers.device.num_held(number)
-                leaving.append(turn)
-        for turn in leaving:
-            self._leave_device(turn)
+        for number, turn in list(self._on_device.items()):
+            if self._tiers.device.num_free >= num_blocks:
+                return
+            if self._tiers.is_idle(number):
+                self._leave_device(turn)
 
     def free_host(self, num_blocks: int) -> None:
         """Make ``num_blocks`` blocks of the host free, or as many as possible."""
@@ -267,8 +248,8 @@ class HeldSessions:
             self._give_up(turn)
             return
         turn.num_tokens = min(turn.num_tokens, num_saved)
+        self._prefixes.before_leaving(turn.job)
         turn.job.num_swaps += 1
-        self._prefixes.withdraw(turn.job)
         self._tiers.leave_device(number)
         del self._on_device[number]
         self._uncopied.pop(number, None)
@@ -284,7 +265,8 @@ class HeldSessions:
         """Hold the turn's KV no longer. Device blocks keep their content like those of other ended
         jobs."""
         self._forget(turn)
-        self._tiers.release(turn.job.number, self._prefixes.keys_to_keep(turn.job))
+        self._prefixes.before_leaving(turn.job)
+        self._tiers.release(turn.job.number)
         self._prefixes.forget(turn.job)
 
     def _forget(self, turn: _HeldTurn) -> None:
@@ -309,9 +291,13 @@ class HeldSessions:
         self._free_host_alone(self._missing_on_host(turn) + self._num_left_free)
         block_s = self._costs.link.transfer_s(True, 1)
         max_blocks = max(self._tiers.needs.num_groups, int(_COPY_S / block_s))
-        transfer = self._tiers.write_back(turn.job.number, turn.num_tokens, max_blocks)
-        assert transfer is not None
-        transfers.append(transfer)
+        num_free = self._tiers.host.num_free
+        if self._missing_on_host(turn) > num_free:  # what was freed had been of use to the turn
+            max_blocks = min(max_blocks, num_free)
+        keys = self._prefixes.held_keys(turn.job)
+        transfer = self._tiers.write_back(turn.job.number, turn.num_tokens, max_blocks, keys)
+        if transfer is not None:
+            transfers.append(transfer)
 
     @property
     def _num_left_free(self) -> int:
@@ -342,7 +328,8 @@ class HeldSessions:
         return None
 
     def _missing_on_host(self, turn: _HeldTurn) -> int:
-        return self._tiers.host.missing(turn.job.number, turn.num_tokens, turn.num_tokens)
+        keys = self._prefixes.held_keys(turn.job)
+        return self._tiers.missing_on_host(turn.job.number, turn.num_tokens, keys)
 
     # --- Copies to and from the disk ------------------------------------------------------------
 

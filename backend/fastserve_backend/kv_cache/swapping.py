@@ -52,12 +52,13 @@ class Swapping:
             return False
         if not self._make_host_room(job, state, may_drop=not is_early):
             return False
+        keys = self._prefixes.held_keys(job)
         num_blocks = self._tiers.needs.computed(job.num_computed)
-        num_copied = self._tiers.num_to_copy(job.number, job.num_computed)
+        num_copied = self._tiers.num_to_copy(job.number, job.num_computed, keys)
         self._counters.swap_avoided_bytes += (num_blocks - num_copied) * self._costs.block_bytes
+        self._prefixes.before_leaving(job)
         job.num_swaps += 1
-        self._prefixes.withdraw(job)
-        transfer = self._tiers.swap_out(job.number, job.num_computed)
+        transfer = self._tiers.swap_out(job.number, job.num_computed, keys)
         self._holders.on_moved(job)
         if transfer is not None:
             state.transfers.append(transfer)
@@ -73,7 +74,7 @@ class Swapping:
         host = self._tiers.host
         missing = sum(map(self._missing_on_host, kept)) - host.num_free
         missing -= self._tiers.held.idle_host
-        own = sum(host.num_held(one.number) for one in kept)
+        own = sum(host.num_alone(one.number) for one in kept)
         shortage = missing - (self._tiers.num_copies - own)
         return (
             missing <= 0
@@ -81,15 +82,26 @@ class Swapping:
             or len(self._less_urgent_on_host(job, shortage, state)) > 0
         )
 
+    def missing_to_return(self, job: Job, room_for: int) -> int:
+        """Free device blocks that a swapped-out job takes, with blocks for ``room_for`` tokens."""
+        keys = self._prefixes.held_keys(job)
+        return self._tiers.missing_to_return(job.number, room_for, keys)
+
     def swap_in(self, job: Job, room_for: int, state: RoundState) -> None:
         """Start to bring a swapped-out job back, with blocks for ``room_for`` tokens. These must be
-        free."""
-        state.transfers.append(self._tiers.swap_in(job.number, room_for))
+        free. If the device has all its KV, the job is there at once."""
+        keys = self._prefixes.held_keys(job)
+        transfer = self._tiers.swap_in(job.number, room_for, keys)
         self._holders.on_moved(job)
+        if transfer is not None:
+            state.transfers.append(transfer)
+        else:
+            self._prefixes.publish(job)
 
     def write_back(self, job: Job, max_blocks: int, state: RoundState) -> None:
         """Start to copy full blocks of an idle job to the host, which must have room."""
-        transfer = self._tiers.write_back(job.number, job.num_computed, max_blocks)
+        keys = self._prefixes.held_keys(job)
+        transfer = self._tiers.write_back(job.number, job.num_computed, max_blocks, keys)
         if transfer is not None:
             state.transfers.append(transfer)
 
@@ -117,17 +129,23 @@ class Swapping:
             self._holders.on_lost(job)
 
     def _is_cheaper(self, job: Job, state: RoundState) -> bool:
-        num_copied = self._tiers.num_to_copy(job.number, job.num_computed)
+        keys = self._prefixes.held_keys(job)
+        num_copied = self._tiers.num_to_copy(job.number, job.num_computed, keys)
+        # What others have too stays on the device, most likely until the job is back.
+        device = self._tiers.device
+        num_held, num_alone = device.num_held(job.number), device.num_alone(job.number)
         return self._costs.swap_is_cheaper(
             job,
+            num_lost=job.num_computed * num_alone // num_held,
             blocks_out=num_copied + self._tiers.num_leaving,
-            blocks_in=self._tiers.needs.computed(job.num_computed),
+            blocks_in=min(num_alone, self._tiers.needs.computed(job.num_computed)),
             num_running=len(state.busy),
         )
 
     def _missing_on_host(self, job: Job) -> int:
-        """Host blocks to add before the job can be swapped out."""
-        return self._tiers.host.missing(job.number, job.num_computed, job.num_computed)
+        """Free host blocks that the job takes when it is swapped out."""
+        keys = self._prefixes.held_keys(job)
+        return self._tiers.missing_on_host(job.number, job.num_computed, keys)
 
     def _make_host_room(self, job: Job, state: RoundState, *, may_drop: bool) -> bool:
         """Free host blocks until the job's KV fits, and return whether it does.
@@ -138,11 +156,16 @@ class Swapping:
         """
         host = self._tiers.host
         missing = self._missing_on_host(job)
+
+        def fits() -> bool:
+            # What was freed may have been of use to the job, so that it needs more now.
+            return missing <= host.num_free and self._missing_on_host(job) <= host.num_free
+
         if missing > host.num_free:
             self._sessions.free_host(missing)
-        if missing <= host.num_free:
+        if fits():
             return True
-        copies_left = self._tiers.num_copies - host.num_held(job.number)
+        copies_left = self._tiers.num_copies - host.num_alone(job.number)
         shortage = missing - host.num_free - copies_left
         dropped: Sequence[Job] = ()
         if shortage > 0:
@@ -152,20 +175,24 @@ class Swapping:
         for other in state.first_on_device:
             if other is not job and self._tiers.has_copy(other.number):
                 self._tiers.forget_host(other.number)
-                if missing <= host.num_free:
+                if fits():
                     return True
         for other in dropped:
             self._holders.drop(other)
-        return missing <= host.num_free
+        return fits()
 
     def _less_urgent_on_host(self, job: Job, num_blocks: int, state: RoundState) -> Sequence[Job]:
         """Less urgent jobs whose KV takes ``num_blocks`` of the host, the last to run first. None
         if all of them take fewer."""
         found: list[Job] = []
+        host = self._tiers.host
+        freed = host.freed_blocks(self._tiers.copies)
+        if self._tiers.has_copy(job.number):
+            freed.keep(host.all_blocks(job.number))
         for other in state.less_urgent(job, Place.HOST):
             if self._tiers.is_swapped_out(other.number):
                 found.append(other)
-                num_blocks -= self._tiers.host.num_held(other.number)
+                num_blocks -= freed.add(host.all_blocks(other.number))
                 if num_blocks <= 0:
                     return found
         return ()

@@ -2,8 +2,9 @@
 
 Only block numbers are kept here; the ranks copy. The host holds a prefix of a job's KV. A full
 block never changes, so its copy stays valid while the job runs on. When the job is swapped out
-again, only later blocks are copied. For layers with a window, both tiers have only the blocks that
-the job's next tokens see.
+again, only later blocks are copied. What is on the other side already, of whatever job, is not
+copied: the job refers to it. For layers with a window, both tiers have only the blocks that the
+job's next tokens see.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.disk_tier import DiskTier
-from fastserve_backend.kv_cache.held_blocks import HeldBlocks, HeldJobs
+from fastserve_backend.kv_cache.held_blocks import HeldKV
 from fastserve_backend.kv_cache.transfers import Transfer, TransferKind
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
@@ -29,13 +30,14 @@ class TwoTierKV:
     * away: swapped out, or in a swap in either direction.
 
     The blocks of an unfinished transfer stay in the job's tables until the transfer ends, even if
-    the job ends earlier. So nobody else can get them (invariant 1 of docs/architecture.md). The
-    same holds for the blocks that a step copies for another job.
+    the job ends earlier. So they are not used for anything else (invariant 1 of
+    docs/architecture.md).
 
     KV of an ended job may be *held* until another job gets it. It is in neither of these states.
 
     Args:
-        incremental: keep the host's blocks when the job returns to the device.
+        incremental: keep the host's blocks when the job returns to the device, and let others
+            refer to them.
         kinds: of the model's layers.
         step_tokens: most tokens of a job in one step.
         num_disk_blocks: slots of the disk, for held KV alone.
@@ -61,29 +63,33 @@ class TwoTierKV:
         self._incremental = incremental
         self._saved: dict[int, int] = {}  # job → its first tokens whose KV is valid on the host
         self._transfers: dict[int, Transfer] = {}  # job → its unfinished transfer
-        self._readers: dict[int, int] = {}  # job → steps that copy from its device blocks
-        # Jobs that ended during a transfer or a step that copies from them → keys for ``release``.
-        self._ended: dict[int, Sequence[bytes]] = {}
+        self._ended: set[int] = set()  # jobs that ended during a transfer
         self._ids = itertools.count()
         self.disk = DiskTier(self.host, num_disk_blocks, self._ids)
         # Every decision needs these facts about all jobs, so each change of a job updates them.
         self._swapped_out: set[int] = set()
         self.away: set[int] = set()
         """Jobs that may not run: swapped out, or in a swap."""
-        self._copies: dict[int, int] = {}  # job → its host blocks
-        self._held = HeldJobs()
+        self.held = HeldKV(self.device, self.host)
+        self.leaving = self.device.job_set()
+        """Jobs that leave the device without any decision: they are in an unfinished swap-out, or
+        held."""
+        self._swapping_out = self.device.job_set()
+        self.copies = self.host.job_set()
+        """Jobs of ``has_copy``."""
         self._num_of_kind = dict.fromkeys(TransferKind, 0)
-        self.num_copies = 0
-        """Host blocks of all jobs of ``has_copy``."""
-        self.num_leaving = 0
-        """Device blocks that the unfinished swap-outs will free."""
         self.num_in_transfer = 0
         """Blocks that the unfinished transfers copy."""
 
     @property
-    def held(self) -> HeldBlocks:
-        """Blocks of all held KV."""
-        return self._held.total
+    def num_copies(self) -> int:
+        """Host blocks that only jobs of ``has_copy`` have."""
+        return self.copies.num_alone
+
+    @property
+    def num_leaving(self) -> int:
+        """Device blocks that the unfinished swap-outs will free."""
+        return self._swapping_out.num_alone
 
     @property
     def longest_job(self) -> int:
@@ -106,18 +112,18 @@ class TwoTierKV:
 
     @property
     def num_of_ended(self) -> int:
-        """Device blocks that ended jobs still hold."""
-        return sum(map(self.device.num_held, self._ended))
+        """Device blocks that ended jobs still have, and no others but held ones."""
+        freed = self.device.freed_blocks(self.held.jobs)
+        return sum(freed.add(self.device.all_blocks(number)) for number in self._ended)
 
     @property
-    def num_of_ended_not_leaving(self) -> int:
-        """Device blocks that ended jobs still hold, without those in ``num_leaving``."""
-        return sum(
-            self.device.num_held(number)
+    def ended_not_leaving(self) -> list[int]:
+        """Jobs that have ended, and whose device blocks are not in ``num_leaving``."""
+        return [
+            number
             for number in self._ended
-            if (transfer := self.transfer(number)) is None
-            or transfer.kind is not TransferKind.SWAP_OUT
-        )
+            if self._transfers[number].kind is not TransferKind.SWAP_OUT
+        ]
 
     def transfers(self) -> Iterable[Transfer]:
         """The unfinished transfers."""
@@ -133,11 +139,7 @@ class TwoTierKV:
 
     def has_copy(self, job_number: int) -> bool:
         """Whether all the job's KV is on the device, a part also on the host, and none moves."""
-        return job_number in self._copies
-
-    def is_read(self, job_number: int) -> bool:
-        """Whether an unfinished step copies the job's device blocks for another job."""
-        return job_number in self._readers
+        return job_number in self.copies
 
     def is_swapped_out(self, job_number: int) -> bool:
         """Whether the job's KV is only on the host, without a transfer."""
@@ -147,58 +149,63 @@ class TwoTierKV:
         """Whether all the job's KV, if it has any, is on the device and stays there."""
         return job_number not in self.away
 
-    def num_to_copy(self, job_number: int, num_tokens: int) -> int:
-        """Blocks that a swap-out of the job with ``num_tokens`` tokens would copy."""
+    def num_to_copy(self, job_number: int, num_tokens: int, keys: Sequence[bytes] = ()) -> int:
+        """Blocks that a swap-out of the job with ``num_tokens`` tokens would copy.
+
+        Args:
+            keys: as for ``swap_out``.
+        """
         saved = self.num_saved(job_number)
         if saved == num_tokens:
             return 0
-        if not self.has_windows:
-            return self.device.blocks_for(num_tokens) - saved // self._block_size
-        parts = self._unsaved(saved, num_tokens, self.device.blocks_for(num_tokens))
-        return sum(
-            kind.num_groups * len(part) for kind, part in zip(self.needs.kinds, parts, strict=True)
-        )
+        keys = self._host_keys(keys)
+        _, num_new = self.host.missing_but_for(job_number, num_tokens, num_tokens, keys)
+        return num_new + sum(map(len, self._partly_saved(job_number, num_tokens, num_tokens)))
 
-    def free_before(
-        self, job_number: int, position: int, keys: Sequence[bytes] = ()
-    ) -> list[range]:
-        """Free the blocks, in both tiers, that no token of the job from ``position`` on sees.
-
-        The job must be on the device, without a transfer, and all its steps before ``position`` and
-        all steps that copy from it must have ended.
+    def missing_on_host(self, job_number: int, num_tokens: int, keys: Sequence[bytes] = ()) -> int:
+        """Free host blocks that a swap-out of the job with ``num_tokens`` tokens would take.
 
         Args:
-            keys: for ``BlockPool.release`` of the device blocks.
-
-        Returns:
-            for each kind of layers which device blocks of a group were freed.
+            keys: as for ``swap_out``.
         """
-        freed = self.device.free_before(job_number, position, keys)
+        keys = self._host_keys(keys)
+        return self.host.missing_but_for(job_number, num_tokens, num_tokens, keys)[0]
+
+    def free_before(self, job_number: int, position: int) -> None:
+        """Give up the blocks, in both tiers, that no token of the job from ``position`` on sees.
+
+        The job must be on the device, without a transfer, and all its steps before ``position``
+        must have ended.
+        """
+        self.device.free_before(job_number, position)
         self._trim_host(job_number, position)
         self._update_facts(job_number)
-        return freed
 
-    def swap_out(self, job_number: int, num_tokens: int) -> Transfer | None:
+    def swap_out(
+        self, job_number: int, num_tokens: int, keys: Sequence[bytes] = ()
+    ) -> Transfer | None:
         """Move the job's KV of ``num_tokens`` tokens to the host.
 
         The job must be on the device, without a transfer. None: the host already has all of it, so
-        the device blocks are free at once.
+        the job has left the device at once.
+
+        Args:
+            keys: of the job's first blocks of a group, as far as their KV is exact.
 
         Raises:
             OutOfBlocksError: the host has no room; nothing has changed.
         """
-        self._trim_host(job_number, num_tokens)
-        saved = self.num_saved(job_number)
-        self.host.grow(job_number, num_tokens, num_tokens)
-        if saved == num_tokens:
-            self.device.release(job_number)
-            self._update_facts(job_number)
-            return None
-        parts = self._unsaved(saved, num_tokens, self.device.blocks_for(num_tokens))
-        self.num_leaving += self.device.num_held(job_number)
-        return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, parts)
+        new = self._add_on_host(job_number, num_tokens, num_tokens, keys)
+        if any(new):
+            return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, new, keys)
+        self._saved[job_number] = num_tokens
+        self.device.release(job_number)
+        self._update_facts(job_number)
+        return None
 
-    def write_back(self, job_number: int, num_tokens: int, max_blocks: int) -> Transfer | None:
+    def write_back(
+        self, job_number: int, num_tokens: int, max_blocks: int, keys: Sequence[bytes] = ()
+    ) -> Transfer | None:
         """Copy the job's first full blocks that the host lacks; of held KV also a last block that
         is not full. None: there is nothing to copy.
 
@@ -207,6 +214,7 @@ class TwoTierKV:
         Args:
             num_tokens: tokens whose KV the job has.
             max_blocks: copy so many at most.
+            keys: as for ``swap_out``.
 
         Raises:
             OutOfBlocksError: the host has no room; nothing has changed.
@@ -215,26 +223,49 @@ class TwoTierKV:
         saved = self.num_saved(job_number)
         first = max(saved // self._block_size, self._first_seen(num_tokens))
         end = self.device.num_full_blocks(num_tokens)
-        if job_number in self._held and saved < num_tokens:
+        if job_number in self.held and saved < num_tokens:
             end = self.device.blocks_for(num_tokens)
         stop = min(first + max_blocks // self.needs.num_groups, end)
-        parts = self._unsaved(saved, num_tokens, stop)
-        if not any(parts):
-            return None
         num_saved = min(num_tokens, stop * self._block_size)
-        self.host.grow(job_number, num_saved, num_tokens)
-        return self._start(TransferKind.WRITE_BACK, job_number, num_saved, parts)
+        if num_saved <= saved:
+            return None
+        new = self._add_on_host(job_number, num_saved, num_tokens, keys)
+        if any(new):
+            return self._start(TransferKind.WRITE_BACK, job_number, num_saved, new, keys)
+        self._saved[job_number] = num_saved
+        self._update_facts(job_number)
+        return None
 
-    def swap_in(self, job_number: int, room_for: int) -> Transfer:
-        """Move the swapped-out job to the device, with blocks for ``room_for`` tokens.
+    def swap_in(
+        self, job_number: int, room_for: int, keys: Sequence[bytes] = ()
+    ) -> Transfer | None:
+        """Move the swapped-out job to the device, with blocks for ``room_for`` tokens. None: the
+        device already has all of its KV, so the job is there at once.
+
+        Args:
+            keys: of the job's first blocks of a group, as far as it may have the KV of others.
 
         Raises:
             OutOfBlocksError: the device has no room; nothing has changed.
         """
         num_tokens = self._saved[job_number]
-        self.device.grow(job_number, max(room_for, num_tokens), num_tokens)
-        parts = self._unsaved(0, num_tokens, self.device.blocks_for(num_tokens))
-        return self._start(TransferKind.SWAP_IN, job_number, num_tokens, parts)
+        new = self.device.grow_from(job_number, max(room_for, num_tokens), num_tokens, keys)
+        copied = [
+            [place for place in places if place < self.device.blocks_for(num_tokens) * num_groups]
+            for places, num_groups in zip(
+                new, (kind.num_groups for kind in self.needs.kinds), strict=True
+            )
+        ]
+        if any(copied):
+            return self._start(TransferKind.SWAP_IN, job_number, num_tokens, copied)
+        if not self._incremental:
+            self.forget_host(job_number)
+        self._update_facts(job_number)
+        return None
+
+    def missing_to_return(self, job_number: int, room_for: int, keys: Sequence[bytes]) -> int:
+        """Free device blocks that ``swap_in`` takes."""
+        return self.device.missing_but_for(job_number, room_for, self._saved[job_number], keys)[0]
 
     def finish(self, job_number: int, *, succeeded: bool) -> None:
         """The job's transfer has ended. If a swap failed, the job loses its KV in both tiers; if a
@@ -242,10 +273,9 @@ class TwoTierKV:
         transfer = self._transfers.pop(job_number)
         self._num_of_kind[transfer.kind] -= 1
         self.num_in_transfer -= len(transfer.device_blocks)
-        if transfer.kind is TransferKind.SWAP_OUT:
-            self.num_leaving -= self.device.num_held(job_number)
         if job_number in self._ended:
-            self._release_if_ended(job_number)
+            self._ended.discard(job_number)
+            self.release(job_number)
         elif not succeeded and transfer.kind is TransferKind.WRITE_BACK:
             self.forget_host(job_number)
         elif not succeeded:
@@ -255,46 +285,46 @@ class TwoTierKV:
                 self.forget_host(job_number)
         else:
             self._saved[job_number] = transfer.num_tokens
+            num_full = self.host.num_full_blocks(transfer.num_tokens)
+            self.host.publish(job_number, self._host_keys(transfer.keys)[:num_full])
             if transfer.kind is TransferKind.SWAP_OUT:
                 self.device.release(job_number)
         self._update_facts(job_number)
 
-    def start_read(self, job_number: int) -> None:
-        """A step copies device blocks of the job for another job. The job must not be in a swap."""
-        self._readers[job_number] = self._readers.get(job_number, 0) + 1
-        self._update_held(job_number)
-
-    def end_read(self, job_number: int) -> None:
-        """A step that copied the job's blocks has ended."""
-        self._readers[job_number] -= 1
-        if self._readers[job_number] == 0:
-            del self._readers[job_number]
-            self._update_held(job_number)
-            self._release_if_ended(job_number)
-
     def hold(self, job_number: int) -> None:
         """The job ended. Its KV stays where it is until ``hand_over`` or ``release``. It must not
         be in a swap."""
-        self._held.set_blocks(job_number, HeldBlocks())
+        self.held.update(job_number, is_held=True)
         self._update_facts(job_number)
 
     def is_idle(self, job_number: int) -> bool:
-        """Whether no transfer and no step copies the job's blocks."""
-        return job_number not in self._transfers and job_number not in self._readers
+        """Whether no transfer copies the job's blocks."""
+        return job_number not in self._transfers
+
+    def num_of_use(self, job_number: int, num_tokens: int) -> int:
+        """Of how many of these first tokens of held KV a heir can use it. It writes behind them, so
+        it must not share a block that is not full then."""
+        pool = self.device if self.device.num_held(job_number) else self.host
+        num_full = pool.num_full_blocks(num_tokens)
+        if num_tokens % self._block_size and pool.is_shared_at(job_number, num_full):
+            return num_full * self._block_size
+        return num_tokens
 
     def hand_over(self, job_number: int, heir: int, num_tokens: int) -> None:
-        """Give held KV, of which ``num_tokens`` tokens are of use, to a job without KV. It must be
-        idle.
-
-        The heir keeps all blocks; those behind its tokens are room to grow.
-        """
+        """Give held KV of so many tokens, which are ``num_of_use``, to a job without KV. It must be
+        idle."""
         assert self.is_idle(job_number), "held KV is being copied"
-        self._held.remove(job_number)
+        saved = self._saved.pop(job_number, 0)
+        if saved > num_tokens and self.device.num_held(job_number):
+            saved = self.host.num_full_blocks(num_tokens) * self._block_size
+        saved = min(saved, num_tokens)
+        self.device.cut_off(job_number, num_tokens)
+        self.host.cut_off(job_number, saved)
+        self._hold_no_longer(job_number)
         self.device.hand_over(job_number, heir)
         self.host.hand_over(job_number, heir)
-        saved = self._saved.pop(job_number, 0)
         if saved:
-            self._saved[heir] = min(saved, num_tokens)
+            self._saved[heir] = saved
         self._update_facts(job_number)
         self._update_facts(heir)
         if not self._incremental and self.device.num_held(heir):
@@ -302,7 +332,9 @@ class TwoTierKV:
 
     def take_over_read(self, job_number: int, owner: int, num_tokens: int) -> None:
         """Held KV that was on the disk alone is in the host blocks of ``owner`` now."""
+        self.held.update(job_number, is_held=False)
         self.host.hand_over(owner, job_number)
+        self.held.update(job_number, is_held=True)
         self._saved[job_number] = num_tokens
         self._update_facts(job_number)
 
@@ -317,21 +349,17 @@ class TwoTierKV:
         self._saved.pop(job_number, None)
         self._update_facts(job_number)
 
-    def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
-        """The job ended, or gives up its KV: free all its blocks.
+    def release(self, job_number: int) -> None:
+        """The job ended, or gives up its KV: it gives up all its blocks.
 
-        Blocks that a transfer or a step still copies are freed when that has ended.
-
-        Args:
-            keys: for ``BlockPool.release`` of the device blocks. After a transfer no content is
-                kept.
+        Blocks that a transfer still copies stay in its tables until that has ended.
         """
-        self._held.remove(job_number)
-        if job_number in self._transfers or job_number in self._readers:
-            self._ended[job_number] = () if job_number in self._transfers else keys
+        self._hold_no_longer(job_number)
+        if job_number in self._transfers:
+            self._ended.add(job_number)
             self._update_facts(job_number)
             return
-        self.device.release(job_number, keys)
+        self.device.release(job_number)
         self.forget_host(job_number)
 
     def check_integrity(self) -> None:
@@ -348,82 +376,83 @@ class TwoTierKV:
                 (self.device, transfer.device_blocks),
                 (self.host, transfer.host_blocks),
             ):
-                assert set(blocks) <= set(pool.all_blocks(number)), "a transfer lost its blocks"
+                lost = set(blocks).difference(pool.all_blocks(number).tolist())
+                assert not lost, "a transfer lost its blocks"
         self._check_counts()
-        used = self._transfers.keys() | self._readers.keys()
-        assert self._ended.keys() <= used, "an ended job was forgotten"
-        for number in self._readers:
-            assert self.may_run(number), "a job that is read from was swapped"
-            assert self.device.num_held(number), "a job that is read from lost its blocks"
+        assert self._ended <= self._transfers.keys(), "an ended job was forgotten"
 
     def _check_counts(self) -> None:
         unfinished = self._transfers.values()
-        leaving = [one.job_number for one in unfinished if one.kind is TransferKind.SWAP_OUT]
-        assert self.num_leaving == sum(map(self.device.num_held, leaving)), "leaving blocks"
+        leaving = {one.job_number for one in unfinished if one.kind is TransferKind.SWAP_OUT}
+        assert set(self._swapping_out) == leaving, "jobs that leave"
         assert self.num_in_transfer == sum(len(one.device_blocks) for one in unfinished)
         for kind, count in self._num_of_kind.items():
             assert count == sum(one.kind is kind for one in unfinished), f"transfers: {kind}"
         away = {
             number
             for number in self._saved
-            if not self.device.num_held(number) and number not in self._held
+            if not self.device.num_held(number) and number not in self.held
         }
         assert self._swapped_out == away, "swapped-out jobs"
         moving = {one.job_number for one in unfinished if one.kind is not TransferKind.WRITE_BACK}
         assert self.away == away | moving, "jobs that are away"
-        copies = self._saved.keys() - away - self._transfers.keys() - self._ended.keys()
-        copies.difference_update(self._held)
-        assert self.num_copies == sum(map(self.host.num_held, copies)), "copies on the host"
-        assert self.away.isdisjoint(self._held), "held KV is in a swap"
-        self._held.check({number: self._count_held(number) for number in self._held})
+        copies = self._saved.keys() - away - self._transfers.keys() - self._ended
+        assert set(self.copies) == copies.difference(self.held), "copies on the host"
+        assert self.away.isdisjoint(self.held), "held KV is in a swap"
 
     def _update_facts(self, job_number: int) -> None:
-        """The job's KV has moved: update the sets and sums over all jobs."""
-        num_copies = 0
+        """The job's KV has moved: update the sets of jobs."""
         transfer = self._transfers.get(job_number)
         is_away = transfer is not None and transfer.kind is not TransferKind.WRITE_BACK
+        is_held = job_number in self.held
+        has_copy = False
         self._swapped_out.discard(job_number)
-        if job_number in self._saved and job_number not in self._held:
+        if job_number in self._saved and not is_held:
             if not self.device.num_held(job_number):
                 self._swapped_out.add(job_number)
                 is_away = True
-            elif not (job_number in self._transfers or job_number in self._ended):
-                num_copies = self.host.num_held(job_number)
+            else:
+                has_copy = transfer is None and job_number not in self._ended
         if is_away:
             self.away.add(job_number)
         else:
             self.away.discard(job_number)
-        self.num_copies += num_copies - self._copies.pop(job_number, 0)
-        if num_copies:
-            self._copies[job_number] = num_copies
-        self._update_held(job_number)
+        is_leaving = transfer is not None and transfer.kind is TransferKind.SWAP_OUT
+        self.device.set_member(self._swapping_out, job_number, is_leaving)
+        self.device.set_member(self.leaving, job_number, is_leaving or is_held)
+        self.host.set_member(self.copies, job_number, has_copy)
+        if is_held:
+            self.held.update(job_number, is_held=True, is_idle=transfer is None)
 
-    def _update_held(self, job_number: int) -> None:
-        if job_number in self._held:
-            self._held.set_blocks(job_number, self._count_held(job_number))
+    def _hold_no_longer(self, job_number: int) -> None:
+        self.held.update(job_number, is_held=False)
+        self.device.set_member(self.leaving, job_number, False)
 
-    def _count_held(self, job_number: int) -> HeldBlocks:
-        on_device = self.device.num_held(job_number)
-        on_host = 0 if job_number in self._transfers else self.host.num_held(job_number)
-        return HeldBlocks(
-            on_device,
-            on_device if self.is_idle(job_number) else 0,
-            on_host,
-            0 if on_device else on_host,
-        )
+    def _host_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return keys if self._incremental else ()
 
-    def _release_if_ended(self, job_number: int) -> None:
-        is_used = job_number in self._transfers or job_number in self._readers
-        if job_number in self._ended and not is_used:
-            self.release(job_number, self._ended.pop(job_number))
+    def _add_on_host(
+        self, job_number: int, num_tokens: int, first_token: int, keys: Sequence[bytes]
+    ) -> list[Sequence[int]]:
+        """Give the job host blocks for its first ``num_tokens`` tokens, as far as ``first_token``
+        sees them. Returns the places to copy for each kind, as in ``BlockPool.grow_from``."""
+        self._trim_host(job_number, first_token)
+        partly = self._partly_saved(job_number, num_tokens, first_token)
+        keys = self._host_keys(keys)
+        new = self.host.grow_from(job_number, num_tokens, first_token, keys)
+        return [[*one, *places] for one, places in zip(partly, new, strict=True)]
 
-    def _unsaved(self, saved: int, num_tokens: int, stop: int) -> list[range]:
-        """For each kind of layers the blocks of a group, before block ``stop``, that a job of
-        ``num_tokens`` tokens needs and of which the first ``saved`` tokens lack."""
-        first = saved // self._block_size
+    def _partly_saved(self, job_number: int, num_tokens: int, first_token: int) -> list[range]:
+        """For each kind the places of the block of which the host has a part, if more of it is to
+        be saved and ``first_token`` sees it."""
+        saved = self.num_saved(job_number)
+        block = saved // self._block_size
+        is_partly = 0 < saved < num_tokens and saved % self._block_size
         return [
-            range(max(first, kind.first_seen(num_tokens, self._block_size)), stop)
-            for kind in self.needs.kinds
+            range(block * kind.num_groups, (block + 1) * kind.num_groups)
+            if is_partly and kind.first_seen(first_token, self._block_size) <= block
+            else range(0)
+            for index, kind in enumerate(self.needs.kinds)
         ]
 
     def _first_seen(self, num_tokens: int) -> int:
@@ -439,33 +468,36 @@ class TwoTierKV:
             self._update_facts(job_number)
 
     def _start(
-        self, kind: TransferKind, job_number: int, num_tokens: int, parts: Sequence[range]
+        self,
+        kind: TransferKind,
+        job_number: int,
+        num_tokens: int,
+        places: Sequence[Sequence[int]],
+        keys: Sequence[bytes] = (),
     ) -> Transfer:
         """
         Args:
-            parts: for each kind of layers the blocks of a group that are copied.
+            places: for each kind of layers what is copied, as in ``BlockPool.grow_from``.
         """
-        stop = self.device.blocks_for(num_tokens)
-        device_blocks, host_blocks = array("i"), array("i")
-        for all_but_last in (True, False):
-            for index, part in enumerate(parts):
-                split = max(part.start, stop - 1)
-                copied = range(part.start, split) if all_but_last else range(split, part.stop)
-                if copied:
-                    device_blocks += self.device.blocks_at(job_number, index, copied)
-                    host_blocks += self.host.blocks_at(job_number, index, copied)
+        last = self.device.blocks_for(num_tokens) - 1
+        device_blocks, host_blocks, num_last = array("i"), array("i"), 0
+        for is_last in (False, True):
+            for index, of_kind in enumerate(places):
+                num_groups = self.needs.kinds[index].num_groups
+                for place in of_kind:
+                    if (place // num_groups == last) is is_last:
+                        device_blocks.append(self.device.block_at(job_number, index, place))
+                        host_blocks.append(self.host.block_at(job_number, index, place))
+                        num_last += is_last
         transfer = Transfer(
             id=next(self._ids),
             job_number=job_number,
             kind=kind,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
-            num_last=sum(
-                groups.num_groups
-                for groups, part in zip(self.needs.kinds, parts, strict=True)
-                if part
-            ),
+            num_last=num_last,
             num_tokens=num_tokens,
+            keys=keys,
         )
         self._transfers[job_number] = transfer
         self._num_of_kind[kind] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -37,6 +38,8 @@ class Transfer:
     num_tokens: int
     """How many of the job's first tokens both tiers have when it ends, as far as layers with a
     window see them."""
+    keys: Sequence[bytes] = ()
+    """Of the job's first blocks of a group, as far as the host's may be found by others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,9 +212,6 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     """Set if the engine sent this step before it knew the last step's tokens. For each job that
     decodes: the row of the last step whose token it runs, or -1 if ``token_ids`` has the token.
     Empty: ``token_ids`` has all tokens."""
-    copy_from: bytes = b""  # int32 [n]
-    """Blocks that the step copies on the device before anything else."""
-    copy_to: bytes = b""  # int32 [n]: blocks of the step's jobs, none of them in copy_from
     first_blocks: bytes = b""  # int32 [K, S], or empty
     """With which block of a group each table begins. Empty: with block 0."""
     are_long: bytes = b""  # bool [S], or empty

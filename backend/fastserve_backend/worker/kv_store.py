@@ -102,18 +102,6 @@ def _available_bytes(
     return int(min(CPU_MAX_BYTES, share) * host_share) // num_local_ranks
 
 
-def copy_within(kv: Tensor, from_blocks: Sequence[int], to_blocks: Sequence[int]) -> None:
-    """Start to copy blocks of the cache to other blocks, on the current stream.
-
-    No block may be on both sides.
-
-    Args:
-        kv: ``[num_blocks, ...]``.
-    """
-    for source, target in neighbour_runs(from_blocks, to_blocks):
-        kv[target].copy_(kv[source], non_blocking=True)
-
-
 def neighbour_runs(
     blocks: Sequence[int], others: Sequence[int], others_per_piece: int | None = None
 ) -> Iterator[tuple[slice, slice]]:

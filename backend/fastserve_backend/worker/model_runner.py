@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,6 @@ from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.models.model_part import ALONE, TensorGroup
 from fastserve_backend.rank_protocol.messages import StageDone, Step, StepResult
-from fastserve_backend.worker.kv_store import copy_within
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.prompt_scores import ScoredPrompts, score_prompts
 from fastserve_backend.worker.sampler import SampledTokens, sample
@@ -133,8 +131,6 @@ class ModelRunner:
         Raises:
             IndexError: the step takes a token that the step before it did not choose.
         """
-        if step.copy_from:
-            copy_within(self._kv, array("i", step.copy_from), array("i", step.copy_to))
         inputs = self._inputs.prepare(step, self._last_tokens.count)
         if step.previous_rows and self._last_tokens.count > 0:
             self._last_tokens.fill_in(inputs.token_ids[: inputs.num_decodes])

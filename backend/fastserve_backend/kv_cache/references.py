@@ -1,0 +1,159 @@
+"""How many jobs refer to each block of a pool, and what becomes free if some of them leave.
+
+A block is free when the last job that refers to it gives it up. So what several jobs leave behind
+is not the sum of their tables. Every decision asks for such numbers: those of lasting sets of jobs
+are updated with each change (``JobSet``), others are counted (``FreedBlocks``).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks = NDArray[np.int32]
+"""int32 [n]: different block numbers."""
+
+
+class JobSet:
+    """Jobs with blocks, and how many blocks only they have."""
+
+    def __init__(self, counts: Blocks) -> None:
+        """
+        Args:
+            counts: of the references to each block. Changed by the pool.
+        """
+        self.num_alone = 0
+        """Blocks that are free if all these jobs leave."""
+        self._counts = counts
+        self.own = np.zeros_like(counts)
+        """References of these jobs to each block."""
+        self._jobs: set[int] = set()
+
+    def __contains__(self, job_number: int) -> bool:
+        return job_number in self._jobs
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job_number: int, blocks: Blocks) -> None:
+        """Add a job that has these blocks."""
+        self._jobs.add(job_number)
+        self.own[blocks] += 1
+        self.num_alone += int(np.count_nonzero(self.own[blocks] == self._counts[blocks]))
+
+    def remove(self, job_number: int, blocks: Blocks) -> None:
+        """Remove a job that has these blocks."""
+        self._jobs.discard(job_number)
+        self.num_alone -= int(np.count_nonzero(self.own[blocks] == self._counts[blocks]))
+        self.own[blocks] -= 1
+
+    def before_added(self, job_number: int, blocks: Blocks) -> None:
+        """A job is about to refer to these blocks."""
+        if job_number in self._jobs:
+            self.num_alone += int(np.count_nonzero(self._counts[blocks] == 0))
+            self.own[blocks] += 1
+        elif self._jobs:
+            self.num_alone -= self._count_all_own(blocks, self._counts[blocks])
+
+    def before_dropped(self, job_number: int, blocks: Blocks) -> None:
+        """A job is about to give up these blocks."""
+        if job_number in self._jobs:
+            self.num_alone -= int(np.count_nonzero(self._counts[blocks] == 1))
+            self.own[blocks] -= 1
+        elif self._jobs:
+            self.num_alone += self._count_all_own(blocks, self._counts[blocks] - 1)
+
+    def check_integrity(self, all_blocks: Callable[[int], Blocks]) -> None:
+        """Raise AssertionError unless the numbers agree with the blocks of the jobs."""
+        own = np.zeros_like(self.own)
+        for job_number in self._jobs:
+            own[all_blocks(job_number)] += 1
+        assert np.array_equal(own, self.own), "references of a set of jobs"
+        assert self.num_alone == np.count_nonzero((own > 0) & (own == self._counts))
+
+    def _count_all_own(self, blocks: Blocks, counts: Blocks) -> int:
+        own = self.own[blocks]
+        return int(np.count_nonzero((own > 0) & (own == counts)))
+
+
+class References:
+    """The counts of a pool, and the sets of jobs that it keeps."""
+
+    def __init__(self, num_blocks: int) -> None:
+        # The same memory twice: a single block is faster in an array, many are in numpy.
+        self.counts = array("i", bytes(4 * num_blocks))
+        self.view = np.frombuffer(self.counts, np.int32)
+        self._sets: list[JobSet] = []
+        self.num_shared = 0
+        """Blocks to which several jobs refer."""
+
+    def job_set(self) -> JobSet:
+        """A new set, which is empty."""
+        self._sets.append(JobSet(self.view))
+        return self._sets[-1]
+
+    def add(self, job_number: int, blocks: Blocks) -> None:
+        """The job refers to these blocks from now on."""
+        for jobs in self._sets:
+            jobs.before_added(job_number, blocks)
+        before = self.view[blocks]
+        self.num_shared += int(np.count_nonzero(before == 1))
+        self.view[blocks] = before + 1
+
+    def drop(self, job_number: int, blocks: Blocks) -> Blocks:
+        """The job gives up these blocks. Returns those to which no job refers now, in order."""
+        for jobs in self._sets:
+            jobs.before_dropped(job_number, blocks)
+        before = self.view[blocks]
+        self.num_shared -= int(np.count_nonzero(before == 2))
+        self.view[blocks] = before - 1
+        freed: Blocks = blocks[before == 1]
+        return freed
+
+    def num_alone(self, blocks: Blocks) -> int:
+        """How many of these blocks, which one job has, no other job has."""
+        return int(np.count_nonzero(self.view[blocks] == 1)) if self.num_shared else len(blocks)
+
+    def check_integrity(self, all_blocks: Callable[[int], Blocks]) -> None:
+        """Raise AssertionError unless the sets agree with the blocks of their jobs."""
+        for jobs in self._sets:
+            jobs.check_integrity(all_blocks)
+
+
+class FreedBlocks:
+    """Counts what becomes free if jobs give up blocks, one job after the other.
+
+    Args:
+        leaving: jobs that leave first. What becomes free with that does not count.
+    """
+
+    def __init__(self, references: References, leaving: Sequence[JobSet]) -> None:
+        self._references = references
+        self._leaving = leaving
+        self._given_up: Blocks | None = None  # references, by block
+
+    def add(self, blocks: Blocks) -> int:
+        """Another job gives up these blocks. Returns how many become free with that."""
+        if not self._references.num_shared:
+            return len(blocks)
+        given_up = self._count()
+        given_up[blocks] += 1
+        return int(np.count_nonzero(given_up[blocks] == self._references.view[blocks]))
+
+    def keep(self, blocks: Blocks) -> None:
+        """A job that would leave first keeps these blocks."""
+        if self._references.num_shared:
+            self._count()[blocks] -= 1
+
+    def _count(self) -> Blocks:
+        if self._given_up is None:
+            self._given_up = np.zeros_like(self._references.view)
+            for jobs in self._leaving:
+                self._given_up += jobs.own
+        return self._given_up

@@ -37,8 +37,10 @@ class ListedJob:
     output_tokens: int
     """Generated so far."""
     device_blocks: int
+    """Blocks that no other job has."""
     host_blocks: int
-    """A job on the device may have blocks here too: copies that were kept or made ahead."""
+    """Likewise. A job on the device may have blocks here too: copies that were kept or made
+    ahead."""
     waited_s: float
     """Seconds since its arrival in which it was part of no iteration."""
     num_preemptions: int
@@ -77,6 +79,8 @@ class TierState:
 
     used_blocks: int
     num_blocks: int
+    shared_blocks: int = 0
+    """Used blocks that several jobs have."""
 
 
 @dataclass(frozen=True, slots=True)

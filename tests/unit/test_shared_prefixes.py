@@ -181,6 +181,67 @@ def test_a_beginning_crosses_the_link_once(strategy: str) -> None:
     assert desk.offer(first) == [first]
 
 
+def on_the_host_alone(desk: Desk) -> Job:
+    """A job of 64 tokens that was swapped out, and of which nothing is left on the device."""
+    job, other = make_job(1, 64), other_job(7, 16 * desk.tiers.device.num_blocks)
+    desk.run(job)
+    desk.offer(other)
+    desk.end_copies()
+    desk.run(other)
+    desk.manager.release(other, desk.now)
+    assert desk.tiers.is_swapped_out(1)
+    return job
+
+
+@pytest.mark.parametrize("strategy", ["reactive", "proactive"])
+def test_a_new_job_begins_with_what_the_host_has(strategy: str) -> None:
+    desk = desk_of(12, strategy=strategy)
+    first = on_the_host_alone(desk)
+    second = make_job(2, 64)
+    desk.manager.on_arrival(second, desk.now)
+    assert desk.offer(second) == []
+    assert desk.kinds() == [(2, "swap_in")]
+    assert len(desk.begun[0].device_blocks) == 3
+    desk.end_copies()
+    assert desk.offer(second) == [second]
+    assert (second.num_computed, second.num_uncomputed) == (48, 16)
+    assert desk.counters.prefix_cached_tokens == 48
+    desk.send(second)
+    assert desk.offer(first) == [first]  # all of its KV is on the device again
+    assert (desk.begun, desk.tiers.device.num_shared) == ([], 4)
+
+
+def test_a_new_job_computes_what_takes_longer_to_copy() -> None:
+    desk = desk_of(12, strategy="reactive")
+    on_the_host_alone(desk)
+    for is_out in (True, False):
+        for _ in range(200):
+            desk.manager._costs.link.observe(is_out, 1, 1000.0)
+    second = make_job(2, 64)
+    assert desk.offer(second) == [second]
+    assert second.num_uncomputed == 64
+
+
+def test_no_job_leaves_for_what_a_new_one_would_copy() -> None:
+    desk = desk_of(12)
+    on_the_host_alone(desk)
+    other = other_job(3, 9 * 16)
+    desk.run(other)
+    second = make_job(4, 64)
+    desk.offer(second, in_flight=[other])
+    assert (desk.begun, second.num_computed) == ([], 0)
+
+
+def test_a_new_job_whose_copy_fails_computes_its_beginning() -> None:
+    desk = desk_of(12)
+    on_the_host_alone(desk)
+    second = make_job(2, 64)
+    desk.offer(second)
+    desk.end_copies(succeeded=False)
+    assert second.num_computed == 0
+    assert desk.offer(second) == [second]
+
+
 def test_a_job_of_which_the_device_has_all_is_back_at_once() -> None:
     desk = desk_of(9)
     job = make_job(1, 64)

@@ -17,6 +17,7 @@ from fastserve_client.engine_state import (
 
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import Job, JobState
+from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.kv_cache.transfers import TransferKind
 from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
@@ -55,8 +56,8 @@ def take_picture(
         waiting=len(loop.jobs) - len(running),
         swapped=loop.kv.num_away,
         block_size=tiers.device.block_size,
-        device=TierState(tiers.device.num_used - held.device, tiers.device.num_blocks),
-        host=TierState(tiers.host.num_used - held.idle_host, tiers.host.num_blocks),
+        device=_tier(tiers.device, held.device),
+        host=_tier(tiers.host, held.idle_host),
         totals=Totals(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -101,8 +102,10 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         num_groups=kv.tiers.needs.num_groups,
         num_blocks=device.num_blocks,
         free_blocks=device.num_free + held.device,
+        shared_blocks=device.num_shared,
         num_host_blocks=host.num_blocks,
         free_host_blocks=host.num_free + held.idle_host,
+        shared_host_blocks=host.num_shared,
         sessions_held=kv.num_sessions_held,
         held_blocks=held.device,
         held_host_blocks=held.idle_host,
@@ -122,6 +125,14 @@ def _levels(policy: Policy) -> tuple[LevelState, ...]:
     return tuple(LevelState(quantum_s, size) for quantum_s, size in levels)
 
 
+def _tier(pool: BlockPool, num_held: int) -> TierState:
+    """
+    Args:
+        num_held: blocks that only paused sessions have.
+    """
+    return TierState(pool.num_used - num_held, pool.num_blocks, pool.num_shared)
+
+
 def _job(job: Job, now: float, tiers: TwoTierKV) -> ListedJob:
     return ListedJob(
         number=job.number,
@@ -129,8 +140,8 @@ def _job(job: Job, now: float, tiers: TwoTierKV) -> ListedJob:
         level=job.queue_level,
         prompt_tokens=len(job.prompt_ids),
         output_tokens=len(job.output_ids),
-        device_blocks=tiers.device.num_held(job.number),
-        host_blocks=tiers.host.num_held(job.number),
+        device_blocks=tiers.device.num_alone(job.number),
+        host_blocks=tiers.host.num_alone(job.number),
         waited_s=max(0.0, now - job.arrival_s - job.executed_s),
         num_preemptions=job.num_preemptions,
         priority=job.service.priority,

@@ -88,32 +88,42 @@ class Prefixes:
 
     def find(self, job: Job) -> PrefixHit:
         """What a job that has no blocks may get from others. Sets its ``num_shared``."""
-        hit = self._hit(self._keys.wanted(job)) if self.is_on else NO_HIT
+        hit = find_prefix(self._device, self._keys.wanted(job)) if self.is_on else NO_HIT
         job.num_shared = len(hit.keys) * self._device.block_size
         return hit
 
-    def _hit(self, keys: Sequence[bytes]) -> PrefixHit:
-        length = len(keys)
-        parts: list[range] = []
-        while len(parts) < len(self._device.kinds):
-            part = self._last_blocks(len(parts), keys, length)
-            parts.append(part)
-            if part.stop < length:  # all kinds again, for a shorter prefix
-                length, parts = part.stop, []
-        return PrefixHit(keys[:length], parts)
+    def find_on_host(self, job: Job, host: BlockPool) -> PrefixHit:
+        """What the host has of the first tokens of a job that has no blocks."""
+        return find_prefix(host, self._keys.wanted(job)) if self.is_on else NO_HIT
 
-    def _last_blocks(self, kind: int, keys: Sequence[bytes], length: int) -> range:
-        """The blocks that layers of this kind need for a prefix of ``length`` blocks. If one of
-        them is missing, the range stops where a shorter prefix does at most."""
-        device = self._device
-        if device.kinds[kind].window is None:
-            found = takewhile(lambda key: device.has(key, kind), keys[:length])
-            return range(sum(1 for _ in found))
-        seen = device.kinds[kind].first_seen(length * device.block_size, device.block_size)
-        for block in range(length - 1, seen - 1, -1):
-            if not device.has(keys[block], kind):
-                return range(block)
-        return range(seen, length)
+
+def find_prefix(pool: BlockPool, keys: Sequence[bytes]) -> PrefixHit:
+    """The longest prefix of a job that the pool has.
+
+    Args:
+        keys: of the job's first blocks of a group.
+    """
+    length = len(keys)
+    parts: list[range] = []
+    while len(parts) < len(pool.kinds):
+        part = _last_blocks(pool, len(parts), keys, length)
+        parts.append(part)
+        if part.stop < length:  # all kinds again, for a shorter prefix
+            length, parts = part.stop, []
+    return PrefixHit(keys[:length], parts)
+
+
+def _last_blocks(pool: BlockPool, kind: int, keys: Sequence[bytes], length: int) -> range:
+    """The blocks that layers of this kind need for a prefix of ``length`` blocks. If one of them is
+    missing, the range stops where a shorter prefix does at most."""
+    if pool.kinds[kind].window is None:
+        found = takewhile(lambda key: pool.has(key, kind), keys[:length])
+        return range(sum(1 for _ in found))
+    seen = pool.kinds[kind].first_seen(length * pool.block_size, pool.block_size)
+    for block in range(length - 1, seen - 1, -1):
+        if not pool.has(keys[block], kind):
+            return range(block)
+    return range(seen, length)
 
 
 class RoundPrefixes:
@@ -141,9 +151,10 @@ class RoundPrefixes:
             if job.finish_reason is None and job.num_pending == 0:  # a chunk runs, others follow
                 self._coming.update(self._keys.of_prefill(job))
 
-    def find(self, job: Job) -> None:
+    def find(self, job: Job) -> PrefixHit:
         """Find the prefix of a job that has no blocks."""
-        self._hits[job.number] = self._prefixes.find(job)
+        hit = self._hits[job.number] = self._prefixes.find(job)
+        return hit
 
     def hit(self, job: Job) -> PrefixHit:
         """What the latest ``find`` has found."""

@@ -90,6 +90,7 @@ class Round:
         self._uses_prefixes = parts.prefixes.is_on
         self._look_ahead = look_ahead
         self._sessions = parts.sessions
+        self._swapping = parts.swapping
         self._costs = costs
         self._holders = parts.holders
         self._have_kv = parts.holders.numbers
@@ -104,7 +105,9 @@ class Round:
     def find_prefix(self, job: Job) -> None:
         """Let a job that has no blocks use what others have computed of its first tokens."""
         if self._uses_prefixes and not self._is_closed_to_new and job.number not in self._have_kv:
-            self.prefixes.find(job)
+            hit = self.prefixes.find(job)
+            if self._room.has_free(self._tiers.needs.most(job.num_tokens)):
+                self._swapping.refer_on_host(job, hit)
 
     def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.

@@ -9,7 +9,7 @@ from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.holders import Holders, RoundState
-from fastserve_backend.kv_cache.prefixes import Prefixes
+from fastserve_backend.kv_cache.prefixes import PrefixHit, Prefixes
 from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.kv_cache.transfers import TransferKind
@@ -35,6 +35,7 @@ class Swapping:
         self._holders = holders
         self._prefixes = prefixes
         self._strategy = config.strategy
+        self._swaps_are_lossy = config.swaps_are_lossy
         self._costs = costs
         self._counters = counters
         self._sessions = sessions
@@ -97,6 +98,28 @@ class Swapping:
             state.transfers.append(transfer)
         else:
             self._prefixes.publish(job)
+
+    def refer_on_host(self, job: Job, on_device: PrefixHit) -> None:
+        """Let a job without KV begin with what the host has of its first tokens, if that is more
+        than what is on the device, and copying it takes less time than computing it. It is like a
+        job that was swapped out then.
+
+        Args:
+            on_device: what the job finds there.
+        """
+        if self._strategy not in ("reactive", "proactive") or self._swaps_are_lossy:
+            return
+        hit = self._prefixes.find_on_host(job, self._tiers.host)
+        num_tokens = len(hit.keys) * self._tiers.host.block_size
+        num_more = num_tokens - len(on_device.keys) * self._tiers.host.block_size
+        num_blocks = self._tiers.needs.computed(max(0, num_more))
+        copy_s = self._costs.link.transfer_s(False, num_blocks)
+        if num_more <= 0 or copy_s > self._costs.prefill_s(num_more):
+            return
+        self._tiers.refer_on_host(job.number, hit.keys, hit.parts)
+        job.num_computed, job.num_shared = num_tokens, 0
+        self._counters.prefix_cached_tokens += num_tokens
+        self._holders.add(job)
 
     def write_back(self, job: Job, max_blocks: int, state: RoundState) -> None:
         """Start to copy full blocks of an idle job to the host, which must have room."""

@@ -263,6 +263,17 @@ class TwoTierKV:
         self._update_facts(job_number)
         return None
 
+    def refer_on_host(self, job_number: int, keys: Sequence[bytes], parts: Sequence[range]) -> None:
+        """A job without KV has the KV of its first tokens on the host from now on, which others
+        brought there. It is swapped out.
+
+        Args:
+            keys, parts: as for ``BlockPool.refer_to``.
+        """
+        self.host.refer_to(job_number, keys, parts)
+        self._saved[job_number] = len(keys) * self._block_size
+        self._update_facts(job_number)
+
     def missing_to_return(self, job_number: int, room_for: int, keys: Sequence[bytes]) -> int:
         """Free device blocks that ``swap_in`` takes."""
         return self.device.missing_but_for(job_number, room_for, self._saved[job_number], keys)[0]
@@ -279,6 +290,8 @@ class TwoTierKV:
         elif not succeeded and transfer.kind is TransferKind.WRITE_BACK:
             self.forget_host(job_number)
         elif not succeeded:
+            # Else others would try to copy the same blocks, again and again.
+            self.host.withdraw(job_number)
             self.release(job_number)
         elif transfer.kind is TransferKind.SWAP_IN:
             if not self._incremental:

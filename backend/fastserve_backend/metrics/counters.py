@@ -116,9 +116,12 @@ class EngineSnapshot:
     """Blocks that hold the same ``block_size`` tokens: one of each group of layers."""
     num_blocks: int
     free_blocks: int
+    shared_blocks: int
+    """Device blocks that several jobs have."""
     num_host_blocks: int
     free_host_blocks: int
     """Free blocks include those that sessions hold, since jobs get them at once."""
+    shared_host_blocks: int
     sessions_held: int
     """Paused sessions whose KV is held."""
     held_blocks: int

@@ -46,6 +46,7 @@ _DESCRIPTIONS = {
     "fastserve_queue_jobs": "Unfinished jobs by level of the scheduler's queues, 0 the highest",
     "fastserve_priority_jobs": "Unfinished jobs by priority, the lowest runs first",
     "fastserve_kv_blocks": "KV cache blocks by tier and state",
+    "fastserve_kv_shared_blocks": "Used KV cache blocks that several jobs have",
     "fastserve_kv_usage_ratio": "Share of the device's KV cache blocks in use, from 0 to 1",
     "fastserve_cache_config_info": "Always 1; its labels are the size of the device's KV cache",
     "fastserve_prompt_tokens_total": "Prompt tokens of accepted jobs",
@@ -258,6 +259,11 @@ class MetricsPublisher:
         used = snapshot.num_host_blocks - snapshot.free_host_blocks
         yield "fastserve_kv_blocks", {"tier": "host", "state": "used"}, used
         yield "fastserve_kv_blocks", {"tier": "host", "state": "free"}, snapshot.free_host_blocks
+        for tier, shared in (
+            ("device", snapshot.shared_blocks),
+            ("host", snapshot.shared_host_blocks),
+        ):
+            yield "fastserve_kv_shared_blocks", {"tier": tier}, shared
         yield "fastserve_sessions_held", {}, snapshot.sessions_held
         yield "fastserve_session_blocks", {"tier": "device"}, snapshot.held_blocks
         yield "fastserve_session_blocks", {"tier": "host"}, snapshot.held_host_blocks

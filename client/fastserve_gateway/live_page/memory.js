@@ -25,8 +25,8 @@ export class Memory {
     if (this.blockSize.textContent !== size) this.blockSize.textContent = size;
   }
 
-  showTier(tier, { used_blocks: used, num_blocks: all }, blocks) {
-    // Blocks of no listed job: of jobs that are not shown, or that have just ended.
+  showTier(tier, { used_blocks: used, num_blocks: all, shared_blocks: shared }, blocks) {
+    // Shared blocks, and those of no listed job: of jobs that are not shown, or have just ended.
     let other = used;
     let end = 0;
     tier.parts.forEach((part, index) => {
@@ -38,7 +38,8 @@ export class Memory {
       const share = all ? Math.min(1, end / all) : 0;
       if (tier.shown[index] !== share) part.style.transform = `scaleX(${(tier.shown[index] = share)})`;
     });
-    const text = all ? `${used} of ${all} blocks` : "none";
+    const ofThem = shared ? `, ${shared} shared` : "";
+    const text = all ? `${used} of ${all} blocks${ofThem}` : "none";
     if (tier.text.textContent !== text) {
       tier.text.textContent = text;
       tier.bar.setAttribute("aria-label", `${tier.name}: ${text} used`);

@@ -147,7 +147,7 @@ export class Queues {
     this.tip.textContent = [
       `Job ${job.number}: ${NAMES[job.state]}, queue ${job.level + 1}`,
       `${job.prompt_tokens} tokens of prompt, ${job.output_tokens} generated`,
-      `KV blocks: ${job.device_blocks} on the device, ${job.host_blocks} on the host`,
+      `own KV blocks: ${job.device_blocks} on the device, ${job.host_blocks} on the host`,
       `waited ${job.waited_s.toFixed(1)} s, set aside ${job.num_preemptions} times`,
       ...serviceLines(job),
     ].join("\n");

@@ -36,7 +36,7 @@ def guarded() -> Iterator[TestClient]:
 @pytest.fixture(scope="module")
 def front(replicas: Replicas) -> Iterator[Front]:
     """A gateway to the module's replicas."""
-    urls = [replicas.url(number) for number in range(2)]
+    urls = [replicas.url(number) for number in range(len(replicas))]
     with gateway_thread(replace(settings(), urls=urls)) as gateway:
         yield Front(gateway.url, replicas)
 

@@ -43,5 +43,6 @@ def front(replicas: Replicas) -> Iterator[Front]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers may be held for long, and are not taken for lost."""
+    """Servers may be held for long, and are not taken for lost. Answers wait for slow starts."""
     monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 600.0)
+    monkeypatch.setattr("fastserve_gateway.fleet.kept_answer.MOVE_DEADLINE_S", 600.0)

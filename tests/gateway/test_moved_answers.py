@@ -4,6 +4,7 @@ or at the same one when its launcher has started it again."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from fastserve_backend.serving.launch import TritonServer
 from replicas import Front, Replicas, running_replicas
 from same_answers import Ask, Asked, check_same
 from tiny_model import engine_options
-from tool_model import END_OF_THOUGHT, TOOL_CALLS, save_tool_model
+from tool_model import END_OF_THOUGHT, save_tool_model
 from waiting import wait_for
 
 ATTEMPTS = 10
@@ -33,17 +34,18 @@ CHAT = {**LONG, "messages": ASKED, "chat_template_kwargs": {"thinking": False}}
 SEEDED = {"seed": 7, "temperature": 1.2, "top_p": 0.95}
 GREEDY = {"temperature": 0}
 
+CITY = "[a-z]{150,200}"
 TOOLS = {
     "get_weather": {
         "type": "object",
-        "properties": {"city": {"type": "string", "pattern": "^[a-z]{8,24}$"}},
+        "properties": {"city": {"type": "string", "pattern": f"^{CITY}$"}},
         "required": ["city"],
         "additionalProperties": False,
     },
     "get_time": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-# Some reasoning, and then calls to the end: random weights would hardly begin one by themselves.
-CALLS = {"logit_bias": {str(END_OF_THOUGHT): 1.5, str(TOOL_CALLS): 50.0}, "stream": True}
+# A few thoughts, and then calls.
+CALLS = {"logit_bias": {str(END_OF_THOUGHT): 3.0}, "stream": True}
 CALLING = {
     "chat/completions": {
         **LONG, **SEEDED, **CALLS, "ignore_eos": None, "messages": ASKED, "tool_choice": "required",
@@ -135,8 +137,8 @@ def kill_busiest(front: Front, pid_of: Callable[[TritonServer], int]) -> None:
 def test_answers_outlive_their_server(front: Front, pid_of: Callable[[TritonServer], int]) -> None:
     expected = Asked(front.url, list(REQUESTS.values())).answers()
     for name, answer in zip(REQUESTS, expected, strict=True):
-        if name.startswith("calls"):  # thoughts, and several calls
-            assert all(part in str(answer) for part in ("get_weather", "get_time", "reasoning"))
+        if name.startswith("calls"):
+            assert re.search(CITY, str(answer))
     found = lose_a_server(front, pid_of)
     for name, before, after in zip(REQUESTS, expected, found, strict=True):
         if name == "text, random":
@@ -146,6 +148,7 @@ def test_answers_outlive_their_server(front: Front, pid_of: Callable[[TritonServ
     assert front.of_all(NOT_MOVED) == 0
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.slow
 def test_an_upgrade_of_all_servers_loses_no_stream(
     front: Front, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,8 @@ import httpx2
 import pytest
 from waiting import wait_for
 
-REQUEST_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 240.0
+"""For a whole answer, and for a stream that waits until its server is started again."""
 _DONE = "[DONE]"
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete")
 _CHANGING = {"id", "item_id", "call_id", "created_at", "completed_at", "sequence_number"}

@@ -47,6 +47,10 @@ class ConnectionFailed(ServerUnavailable):
     """Nothing answers at the URL, or the connection broke during the request."""
 
 
+class ModelLost(ServerUnavailable):
+    """The process of the server's model has died. ``fastserve serve`` restarts the server."""
+
+
 class RequestTimeout(ClientError):
     """The request's own ``timeout_s`` passed; the job is cancelled."""
 
@@ -104,10 +108,8 @@ _OVERLOADED = re.compile(
 # Triton itself says "not healthy" of a model whose process has died, until the server restarts, and
 # "unknown" of one that is not loaded, also while it unloads and before it is ready again.
 _UNKNOWN_MODEL = re.compile(r"^(\[request id: .*?\] )?request for unknown model: ", re.IGNORECASE)
-_UNAVAILABLE = re.compile(
-    r"\b(try again later|shutting down|draining|not ready|not healthy)\b",
-    re.IGNORECASE,
-)
+_MODEL_LOST = re.compile(r"\bnot healthy\b", re.IGNORECASE)
+_UNAVAILABLE = re.compile(r"\b(try again later|shutting down|draining|not ready)\b", re.IGNORECASE)
 _FAILED = re.compile(r"^(the model's processes failed: |internal error in the engine; )")
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 
@@ -124,6 +126,8 @@ def error_from_message(message: str) -> ClientError:
     if _UNKNOWN_MODEL.match(line):
         remedy = "give the name of a model that the server has loaded, as --model or model="
         return ServerUnavailable(f"{line}; {remedy}")
+    if _MODEL_LOST.search(line):
+        return ModelLost(line)
     if _UNAVAILABLE.search(line):
         return ServerUnavailable(line)
     if _FAILED.match(line):

@@ -49,7 +49,7 @@ def note_usage(usage: Usage) -> None:
 
 
 def note_move() -> None:
-    """Says that another server goes on with an answer of the current request."""
+    """Says that a server goes on with an answer of the current request after a loss."""
     trace = _current.get()
     if trace is not None:
         trace.span.add_event("answer moved")

@@ -27,7 +27,7 @@ class GatewaySettings:
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
     max_moves: int
-    """How often an answer may lose its server and go on at another one."""
+    """How often an answer may lose its server and go on at one that works."""
     max_stored_bytes: int
     """The bytes of all stored responses; 0 stores none."""
     formats: FormatNames = field(default_factory=FormatNames)

@@ -7,6 +7,7 @@ from fastserve_client.errors import (
     ConnectionFailed,
     ContextLengthExceeded,
     InvalidRequest,
+    ModelLost,
     RequestCancelled,
     RequestTimeout,
     ServerError,
@@ -52,7 +53,7 @@ from fastserve_client.retry import RetryPolicy
         ),
         ("4096 requests are queued already; try again later", ServerOverloaded),
         ("8 others watch already; try again later", ServerOverloaded),
-        ("Stub process 'fastserve_0_0' is not healthy.", ServerUnavailable),
+        ("Stub process 'fastserve_0_0' is not healthy.", ModelLost),
         ("the server is shutting down and takes no new requests", ServerUnavailable),
         # Triton's words since release 25.05.
         ("GRPC server is shutting down and has stopped accepting new requests.", ServerUnavailable),

@@ -36,12 +36,13 @@ def guarded() -> Iterator[TestClient]:
 @pytest.fixture(scope="module")
 def front(replicas: Replicas) -> Iterator[Front]:
     """A gateway to the module's replicas."""
-    urls = [replicas.url(number) for number in range(2)]
+    urls = [replicas.url(number) for number in range(len(replicas))]
     with gateway_thread(replace(settings(), urls=urls)) as gateway:
         yield Front(gateway.url, replicas)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers may be held for long, and are not taken for lost."""
+    """Servers may be held for long, and are not taken for lost. Answers wait for slow starts."""
     monkeypatch.setattr("fastserve_gateway.fleet.watched_server.SILENT_S", 600.0)
+    monkeypatch.setattr("fastserve_gateway.fleet.kept_answer.MOVE_DEADLINE_S", 600.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from fastserve_client.cancelling import cancel_all
@@ -14,120 +14,48 @@ from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
     InvalidRequest,
+    ModelLost,
     ServerError,
     ServerFailed,
     ServerOverloaded,
     ServerUnavailable,
 )
-from fastserve_client.results import Chunk, Completion
-from fastserve_gateway.fleet.fleet import Fleet
-from fastserve_gateway.fleet.fleet_metrics import FleetMetrics
+from fastserve_client.results import Completion
 from fastserve_gateway.fleet.silence import LOST_LOOKS
 from fastserve_gateway.fleet.watched_server import ServerHealth, WatchedServer
-from prometheus_client import CollectorRegistry
+from fleet_servers import (
+    CHUNKS,
+    FULL,
+    GONE,
+    MAX_MOVES,
+    NO_TRACE,
+    Lone,
+    Server,
+    fleet_of,
+    text_of,
+    total,
+)
 from waiting import DEADLINE_S
 
-CHUNKS = [Chunk("a", (1,), None, 1), Chunk("b", (2,), "length", 1)]
-MAX_MOVES = 3
-FULL = ServerOverloaded("4 requests are queued already; try again later")
 AT_LIMIT = ServerOverloaded("the tenant 'b' has used its tokens; try again in 60 s")
-GONE = ConnectionFailed("gone")
-NO_TRACE: dict[str, Any] = {"request_id": "", "trace_context": None}
 
 
-@dataclass
-class Server:
-    """A client whose server answers, or fails so many chunks later. It fails with ``rest_error``
-    where it is to go on with an answer."""
-
-    error: ClientError | None = None
-    num_chunks: int = 0
-    rest_error: ClientError | None = None
-    num_jobs: int = 0
-    num_read: int = 0
-    options: list[dict[str, Any]] = field(default_factory=list)
-    read: list[Chunk] = field(default_factory=list)
-    closed: bool = False
-    hangs: bool = False
-    num_answers: int = 0
-    drops: asyncio.Event = field(default_factory=asyncio.Event)
-    model: str = "m"
-    endpoint: str = "its URL"
-
-    def watch(self, interval_s: float) -> Server:
-        return Server(hangs=True, drops=self.drops) if self.hangs else Server(FULL)
-
-    async def is_ready(self) -> bool:
-        return True  # as Triton says of a model that hangs
-
-    def drop_calls(self) -> None:
-        self.drops.set()
-        self.drops = asyncio.Event()
-
-    async def close(self) -> None:
-        pass
-
-    def stream(self, prompt: str, **options: Any) -> Self:
-        self.num_jobs += 1
-        self.num_read = 0
-        so_far = list(options.get("output_ids_so_far", ()))
-        self.options.append({**options, "output_ids_so_far": so_far})
-        self.read = CHUNKS[len(so_far) :]
-        return self
-
-    async def generate(self, prompt: str, **options: Any) -> Completion:
-        async with self.stream(prompt) as chunks:
-            return Completion.from_chunks([chunk async for chunk in chunks])
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        if self.hangs:
-            await self.drops.wait()
-            raise GONE
-        return (await anext(self.stream(""))).text
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.closed = True
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self.hangs and self.num_read == self.num_chunks:
-            await self.drops.wait()
-            raise GONE
-        self.num_answers += 1
-        if self.rest_error is not None and self.options[-1]["output_ids_so_far"]:
-            raise self.rest_error
-        if self.error is not None and self.num_read == self.num_chunks:
-            raise self.error
-        if not self.read:
-            raise StopAsyncIteration
-        self.num_read += 1
-        return self.read.pop(0)
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is lost is looked for every 10 ms."""
+    monkeypatch.setattr("fastserve_gateway.fleet.fleet._MOVE_RETRY_S", 0.01)
 
 
-def fleet_of(*servers: Server, max_moves: int = MAX_MOVES) -> Fleet:
-    clients: dict[str, Any] = {f"server {n}": server for n, server in enumerate(servers)}
-    return Fleet("m", clients, FleetMetrics(CollectorRegistry()), max_moves)
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is lost after 0.2 s without an answer."""
+    monkeypatch.setattr("fastserve_gateway.fleet.silence.LOOK_S", 0.01)
 
 
-def total(fleet: Fleet, name: str) -> float:
-    """A metric of all servers together."""
-    counter = getattr(fleet._metrics, name)
-    return sum(
-        sample.value
-        for family in counter.collect()
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    )
-
-
-async def text_of(fleet: Fleet, prompt: str = "Hello") -> str:
-    async with aclosing(fleet.stream(prompt, **NO_TRACE)) as chunks:
-        return "".join([chunk.text async for chunk in chunks])
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer waits 0.1 s for a server."""
+    monkeypatch.setattr("fastserve_gateway.fleet.kept_answer.MOVE_DEADLINE_S", 0.1)
 
 
 @pytest.mark.parametrize("error", [FULL, GONE, ServerFailed("rank 0 died")])
@@ -208,10 +136,8 @@ async def test_a_server_that_refuses_the_rest_ends_the_answer_with_the_loss(
     assert total(fleet, "not_moved") == 1
 
 
-async def test_an_answer_waits_for_a_server_that_can_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fastserve_gateway.fleet.fleet._MOVE_RETRY_S", 0.01)
+@pytest.mark.usefixtures("hasty")
+async def test_an_answer_waits_for_a_server_that_can_go_on() -> None:
     servers = [Server(GONE, num_chunks=1, rest_error=FULL) for _ in range(2)]
     fleet = fleet_of(*servers)
     text = asyncio.create_task(text_of(fleet))
@@ -222,10 +148,75 @@ async def test_an_answer_waits_for_a_server_that_can_go_on(
     assert (total(fleet, "moved"), total(fleet, "not_moved")) == (1, 0)
 
 
-async def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve_gateway.fleet.fleet._MOVE_RETRY_S", 0.01)
-    monkeypatch.setattr("fastserve_gateway.fleet.kept_answer.MOVE_DEADLINE_S", 0.1)
-    fleet = fleet_of(*(Server(GONE, num_chunks=1, rest_error=FULL) for _ in range(2)))
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("error", [GONE, ServerFailed("rank 0 died"), ModelLost("not healthy")])
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_an_answer_waits_for_the_only_server(error: ClientError, is_whole: bool) -> None:
+    """It gets nothing while it is away, which would cost moves."""
+    server = Lone(error)
+    fleet, moves = fleet_of(server), []
+    ask = {**NO_TRACE, "on_moved": lambda: moves.append(1)}
+
+    async def whole() -> str:
+        return (await fleet.generate("Hello", **ask)).text
+
+    async def streamed() -> str:
+        async with aclosing(fleet.stream("Hello", **ask)) as chunks:
+            return "".join([chunk.text async for chunk in chunks])
+
+    text = asyncio.create_task(whole() if is_whole else streamed())
+    async with asyncio.timeout(DEADLINE_S):
+        while server.num_questions < MAX_MOVES + 2:
+            await asyncio.sleep(0.01)
+        assert server.num_jobs == 1
+        server.back = True
+        assert await text == "ab"
+    assert (server.num_jobs, len(moves)) == (2, 1)
+    assert (total(fleet, "moved"), total(fleet, "not_moved")) == (1, 0)
+    so_far = [options["output_ids_so_far"] for options in server.options]
+    assert so_far == ([[], []] if is_whole else [[], [1]])
+
+
+@pytest.mark.parametrize("error", [GONE, FULL, ServerUnavailable("it is shutting down")])
+async def test_what_the_only_server_has_not_begun_does_not_wait(error: ClientError) -> None:
+    class Refusing(Server):
+        async def generate(self, prompt: str, **options: Any) -> Completion:
+            self.num_answers += not isinstance(error, ConnectionFailed)  # to others, or this one
+            raise error
+
+    fleet = fleet_of(Refusing(error))
+    for lost in (text_of(fleet), fleet.generate("Hello", **NO_TRACE)):
+        with pytest.raises(type(error)):
+            await lost
+    assert total(fleet, "not_moved") == 0
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_a_fleet_that_is_closed_ends_what_waits(num_servers: int) -> None:
+    fleet = fleet_of(*(Lone(rest_error=FULL, back=True) for _ in range(num_servers)))
+    async with aclosing(fleet.stream("Hello", **NO_TRACE)) as chunks:
+        assert (await anext(chunks)).text == "a"
+        rest = asyncio.create_task(anext(chunks))
+        await asyncio.sleep(0)
+        await fleet.close()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ConnectionFailed):
+                await rest
+
+
+@pytest.mark.usefixtures("hasty", "impatient")
+@pytest.mark.parametrize(
+    "servers",
+    [
+        [Server(GONE, num_chunks=1, rest_error=FULL) for _ in range(2)],
+        [Lone(back=True, rest_error=FULL)],
+        [Lone()],
+    ],
+    ids=["two are full", "the only one is full", "the only one stays away"],
+)
+async def test_it_does_not_wait_for_ever(servers: list[Server]) -> None:
+    fleet = fleet_of(*servers)
     with pytest.raises(ConnectionFailed):
         await text_of(fleet)
     assert (total(fleet, "moved"), total(fleet, "not_moved")) == (0, 1)
@@ -233,7 +224,7 @@ async def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_log_probabilities_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [replace(chunk, cumulative_logprob=-1.5) for chunk in CHUNKS]
-    monkeypatch.setattr(f"{__name__}.CHUNKS", chunks)  # each server counts from its first token
+    monkeypatch.setattr("fleet_servers.CHUNKS", chunks)  # each server counts from its first token
     fleet = fleet_of(Server(GONE, num_chunks=1), Server(GONE, num_chunks=1))
     assert (await fleet.generate("Hello", **NO_TRACE)).cumulative_logprob == -3.0
 
@@ -270,12 +261,26 @@ async def test_the_client_hears_of_the_server_that_may_take_it_first(
     assert refused.value is FULL
 
 
+@pytest.mark.parametrize("error", [GONE, ServerFailed("rank 0 died"), ModelLost("not healthy")])
 @pytest.mark.parametrize("num_chunks", [0, 1])
-async def test_a_job_that_kills_its_servers_does_not_kill_all(num_chunks: int) -> None:
-    servers = [Server(GONE, num_chunks=num_chunks, rest_error=GONE) for _ in range(8)]
-    with pytest.raises(ConnectionFailed):
+async def test_a_job_that_kills_its_servers_does_not_kill_all(
+    num_chunks: int, error: ClientError
+) -> None:
+    servers = [Server(error, num_chunks=num_chunks, rest_error=error) for _ in range(8)]
+    with pytest.raises(type(error)):
         await text_of(fleet_of(*servers))
     assert sum(server.num_jobs for server in servers) == 4
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("error", [GONE, ServerFailed("rank 0 died"), ModelLost("not healthy")])
+async def test_a_job_that_kills_the_only_server_is_not_tried_for_ever(error: ClientError) -> None:
+    server = Lone(error, rest_error=error, back=True)
+    fleet = fleet_of(server)
+    for number, lost in enumerate((text_of(fleet), fleet.generate("Hello", **NO_TRACE)), 1):
+        with pytest.raises(type(error)):
+            await lost
+        assert server.num_jobs == number * (1 + MAX_MOVES)
 
 
 async def test_closing_a_stream_closes_that_of_its_server() -> None:
@@ -303,12 +308,6 @@ async def test_a_cancelled_task_closes_the_stream() -> None:
     assert server.closed
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model is lost after 0.2 s without an answer."""
-    monkeypatch.setattr("fastserve_gateway.fleet.silence.LOOK_S", 0.01)
-
-
 @pytest.mark.usefixtures("quick")
 async def test_what_a_hanging_server_has_not_begun_goes_to_the_next() -> None:
     """Its connection holds, so nothing else ends these jobs."""
@@ -325,7 +324,7 @@ async def test_what_a_hanging_server_has_not_begun_goes_to_the_next() -> None:
     assert hung.num_jobs > 0
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick", "impatient")
 @pytest.mark.parametrize("num_servers", [1, 2])
 async def test_a_model_that_hangs_ends_its_streams_and_gets_nothing_more(num_servers: int) -> None:
     """Until it answers again."""

@@ -228,13 +228,16 @@ def test_a_full_queue_is_429(fragile: TritonServer, fragile_gateway: RunningGate
 
 
 def test_an_error_in_mid_stream_and_the_way_back(
-    fragile: TritonServer, fragile_gateway: RunningGateway
+    fragile: TritonServer, fragile_gateway: RunningGateway, tmp_path: Path
 ) -> None:
-    url = f"{fragile_gateway.api_url}/completions"
+    """If answers do not wait for the server."""
     wait_until_idle(fragile.endpoints)
-    with job_held(fragile, lambda: Begun(url)) as begun:
-        os.kill(fragile.pid, signal.SIGKILL)
-        lines = begun.rest()
+    log_path = tmp_path / "gateway.log"
+    with running_gateway(fragile.endpoints.grpc_url, log_path, "--max-moves", "0") as gateway:
+        url = f"{gateway.api_url}/completions"
+        with job_held(fragile, lambda: Begun(url)) as begun:
+            os.kill(fragile.pid, signal.SIGKILL)
+            lines = begun.rest()
     assert lines[-1].startswith('data: {"error":{"message":"the model server takes no requests')
     assert "[DONE]" not in "".join(lines)
     # The launcher restarts the server, and the gateway finds it.

@@ -1,7 +1,6 @@
 """Calls of tools and reasoning in ``/v1/chat/completions``, with the official client.
 
-The model has random weights and the template of a Mistral model: its marks are special tokens, and
-its prompt ends with the mark of reasoning. Whatever such a model writes, a grammar makes it calls.
+Whatever a model with random weights writes, a grammar makes it calls.
 """
 
 from __future__ import annotations
@@ -18,24 +17,14 @@ import jsonschema
 import openai
 import pytest
 from anthropic import Anthropic
-from byte_tokenizer import NUM_BYTE_TOKENS, save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from openai import OpenAI
 from pydantic import BaseModel
 from running_gateway import COMMAND, START_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
-from tiny_model import TINY_OPT, engine_options
+from tiny_model import engine_options
+from tool_model import END_OF_THOUGHT, TOOL_CALLS, save_tool_model
 
-SPECIALS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
-TOOL_CALLS, _, _, END_OF_THOUGHT = range(NUM_BYTE_TOKENS, NUM_BYTE_TOKENS + len(SPECIALS))
-TEMPLATE = """\
-{%- if tools %}{{ tools | tojson }}{% endif %}
-{%- for message in messages %}{{ '\\n' + message.role + ': ' + message.content }}
-{%- for call in message.tool_calls or () %}
-{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}
-{%- if call.id | length != 9 %}{{ raise_exception('ids of calls have 9 letters') }}{% endif %}
-{%- endfor %}{% endfor %}
-{%- if add_generation_prompt and thinking is not false %}{{ '\\n[THINK]' }}{% endif %}"""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},
@@ -55,11 +44,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    model = save_byte_tokenizer(tmp_path_factory.mktemp("model"), SPECIALS)
-    config = {**TINY_OPT, "vocab_size": NUM_BYTE_TOKENS + len(SPECIALS)}
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    template = json.dumps({"chat_template": TEMPLATE})
-    (model / "tokenizer_config.json").write_text(template, encoding="utf-8")
+    model = save_tool_model(tmp_path_factory.mktemp("model"))
     settings = EngineConfig().with_keys(**engine_options(model))
     logs = tmp_path_factory.mktemp("logs")
     with (

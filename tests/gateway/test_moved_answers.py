@@ -1,22 +1,21 @@
-"""Answers whose server is lost in the middle go on at the other one, as if nothing had happened."""
+"""Answers whose server is lost in the middle go on as if nothing had happened: at the other server,
+or at the same one when its launcher has started it again."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx2
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
-from opinionated_model import save_opinionated_model
-from replicas import REQUEST_TIMEOUT_S, Front, Replicas, running_replicas
+from replicas import Front, Replicas, running_replicas
+from same_answers import Ask, Asked, check_same
 from tiny_model import engine_options
+from tool_model import END_OF_THOUGHT, save_tool_model
 from waiting import wait_for
 
 ATTEMPTS = 10
@@ -28,11 +27,48 @@ LONG: dict[str, Any] = {
     "model": "fastserve", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True,
     "stream_options": {"include_usage": True},
 }  # fmt: skip
+QUESTION = "Tell me a story"
+ASKED = [{"role": "user", "content": QUESTION}]
 TEXT = {**LONG, "prompt": "Once upon a time"}
-CHAT = {**LONG, "messages": [{"role": "user", "content": "Tell me a story"}]}
+CHAT = {**LONG, "messages": ASKED, "chat_template_kwargs": {"thinking": False}}
 SEEDED = {"seed": 7, "temperature": 1.2, "top_p": 0.95}
 GREEDY = {"temperature": 0}
-BODIES: dict[str, dict[str, Any]] = {
+
+CITY = "[a-z]{150,200}"
+TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "pattern": f"^{CITY}$"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "get_time": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+# A few thoughts, and then calls.
+CALLS = {"logit_bias": {str(END_OF_THOUGHT): 3.0}, "stream": True}
+CALLING = {
+    "chat/completions": {
+        **LONG, **SEEDED, **CALLS, "ignore_eos": None, "messages": ASKED, "tool_choice": "required",
+        "tools": [
+            {"type": "function", "function": {"name": name, "parameters": schema}}
+            for name, schema in TOOLS.items()
+        ],
+    },
+    "responses": {
+        **SEEDED, **CALLS, "model": "fastserve", "max_output_tokens": NUM_TOKENS, "input": QUESTION,
+        "tool_choice": "required",
+        "tools": [
+            {"type": "function", "name": name, "parameters": schema}
+            for name, schema in TOOLS.items()
+        ],
+    },
+    "messages": {
+        **SEEDED, **CALLS, "model": "fastserve", "max_tokens": NUM_TOKENS, "messages": ASKED,
+        "tool_choice": {"type": "any"},
+        "tools": [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()],
+    },
+}  # fmt: skip
+ASKS = {
     "text, greedy": {**TEXT, **GREEDY, "frequency_penalty": 0.5, "logprobs": 2},
     "text, seeded": {**TEXT, **SEEDED, "repetition_penalty": 1.1, "min_tokens": 390},
     "text, random": {**TEXT, "echo": True},
@@ -45,14 +81,20 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "chat, two choices": {**CHAT, **SEEDED, "n": 2},
 }  # fmt: skip
+REQUESTS = {
+    name: Ask("completions" if "prompt" in body else "chat/completions", body)
+    for name, body in ASKS.items()
+} | {f"calls, {route}": Ask(route, body) for route, body in CALLING.items()}
 
 
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+@pytest.fixture(scope="module", params=[2, 1], ids=["two servers", "one server"])
+def replicas(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Replicas]:
     """Their tokens are bytes, so many of them are parts of characters."""
-    model = save_opinionated_model(tmp_path_factory.mktemp("model"), {})
+    model = save_tool_model(tmp_path_factory.mktemp("model"))
     config = EngineConfig().with_keys(**engine_options(model))
-    with running_replicas(config, tmp_path_factory.mktemp("replicas")) as running:
+    with running_replicas(config, tmp_path_factory.mktemp("replicas"), request.param) as running:
         yield running
 
 
@@ -62,108 +104,28 @@ def at_rest(front: Front) -> None:
     wait_for(front.is_idle)
 
 
-class Asked:
-    """Requests that run at the same time."""
-
-    def __init__(self, front: Front, bodies: Sequence[dict[str, Any]]) -> None:
-        self.num_begun = 0
-        self._counting = threading.Lock()
-        self._front = front
-        self._pool = ThreadPoolExecutor(len(bodies))
-        self._answers: list[Future[Any]] = [self._pool.submit(self._read, body) for body in bodies]
-
-    def wait_until_begun(self, number: int) -> None:
-        wait_for(lambda: self.num_begun >= number, REQUEST_TIMEOUT_S)
-
-    def answers(self) -> list[Any]:
-        with self._pool:
-            return [answer.result(REQUEST_TIMEOUT_S) for answer in self._answers]
-
-    def _read(self, body: dict[str, Any]) -> Any:
-        route = "completions" if "prompt" in body else "chat/completions"
-        url = f"{self._front.url}/v1/{route}"
-        if not body["stream"]:
-            answer = httpx2.post(url, json=body, timeout=REQUEST_TIMEOUT_S).json()
-            return joined([answer])
-        events = []
-        with httpx2.stream("POST", url, json=body, timeout=REQUEST_TIMEOUT_S) as response:
-            for line in filter(None, response.iter_lines()):
-                if not events:
-                    with self._counting:
-                        self.num_begun += 1
-                events.append(line.removeprefix("data: "))
-        assert events.pop() == "[DONE]", events[-1:]
-        return joined([json.loads(event) for event in events])
-
-
-def joined(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the client gets of one answer, without its id and times."""
-    assert len({event["id"] for event in events}) == 1
-    texts: dict[int, str] = {}
-    ends: dict[int, str] = {}
-    tokens: list[Any] = []
-    for event in events:
-        for choice in event["choices"]:
-            index = choice["index"]
-            part = choice.get("delta", choice.get("message", choice))
-            text = part.get("text", part.get("content")) or ""
-            texts[index] = texts.get(index, "") + text
-            found = choice.get("logprobs") or {}
-            tokens += found.get("content") or ()
-            tokens += zip(found.get("tokens", ()), found.get("token_logprobs", ()), strict=True)
-            if choice["finish_reason"] is not None:
-                assert index not in ends
-                ends[index] = choice["finish_reason"]
-    usage = {**events[-1]["usage"], "prompt_tokens_details": None}
-    logprobs: list[float] = []
-    return {
-        "texts": texts,
-        "ends": ends,
-        "usage": usage,
-        "tokens": without_numbers(tokens, logprobs),
-        "logprobs": logprobs,
-    }
-
-
-def without_numbers(value: Any, numbers: list[float]) -> Any:
-    """The value without its real numbers, which go to ``numbers``."""
-    if isinstance(value, list | tuple):
-        return [without_numbers(one, numbers) for one in value]
-    if isinstance(value, dict):
-        return {name: without_numbers(one, numbers) for name, one in value.items()}
-    if isinstance(value, float):
-        numbers.append(value)
-        return None
-    return value
-
-
-def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-3)
-    assert {**found, "logprobs": None} == {**expected, "logprobs": None}
-
-
-def lose_a_server(
-    front: Front, bodies: Sequence[dict[str, Any]], pid_of: Callable[[TritonServer], int]
-) -> list[Any]:
-    """The answers to all of ``bodies``. A process of a server is killed in the middle of some."""
-    num_streams = sum(body["stream"] for body in bodies)
+def lose_a_server(front: Front, pid_of: Callable[[TritonServer], int]) -> list[Any]:
+    """The answers to all requests. A process of a server is killed in the middle of some."""
+    asks = list(REQUESTS.values())
     for _ in range(ATTEMPTS):
-        asked = Asked(front, bodies)
-        asked.wait_until_begun(num_streams)
-        num_moved = sum(front.of_server(MOVED, server) for server in range(2))
+        asked = Asked(front.url, asks)
+        asked.wait_until_begun(sum(ask.streams for ask in asks))
+        num_moved = front.of_all(MOVED)
         with front.replicas.held():
             kill_busiest(front, pid_of)
         answers = asked.answers()
-        if sum(front.of_server(MOVED, server) for server in range(2)) > num_moved:
+        if front.of_all(MOVED) > num_moved:
             return answers
         front.wait_until_up()
     raise AssertionError(f"the answers were too short {ATTEMPTS} times")
 
 
 def kill_busiest(front: Front, pid_of: Callable[[TritonServer], int]) -> None:
-    server = max(range(2), key=lambda number: front.replicas.num_jobs(number, "running"))
+    servers = range(len(front.replicas))
+    server = max(servers, key=lambda number: front.replicas.num_jobs(number, "running"))
     os.kill(pid_of(front.replicas[server]), signal.SIGKILL)
-    wait_for(lambda: not front.is_up(server))
+    if len(servers) > 1:
+        wait_for(lambda: not front.is_up(server))
 
 
 @pytest.mark.usefixtures("patient")
@@ -173,44 +135,50 @@ def kill_busiest(front: Front, pid_of: Callable[[TritonServer], int]) -> None:
     ids=["tritonserver", "the model's process"],
 )
 def test_answers_outlive_their_server(front: Front, pid_of: Callable[[TritonServer], int]) -> None:
-    bodies = list(BODIES.values())
-    expected = Asked(front, bodies).answers()
-    found = lose_a_server(front, bodies, pid_of)
-    for name, before, after in zip(BODIES, expected, found, strict=True):
+    expected = Asked(front.url, list(REQUESTS.values())).answers()
+    for name, answer in zip(REQUESTS, expected, strict=True):
+        if name.startswith("calls"):
+            assert re.search(CITY, str(answer))
+    found = lose_a_server(front, pid_of)
+    for name, before, after in zip(REQUESTS, expected, found, strict=True):
         if name == "text, random":
             assert after["usage"] == before["usage"]
         else:
             check_same(after, before)
-    assert all(front.of_server(NOT_MOVED, server) == 0 for server in range(2))
+    assert front.of_all(NOT_MOVED) == 0
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.slow
 def test_an_upgrade_of_all_servers_loses_no_stream(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each server is drained for less time than the answers take, and started again."""
-    monkeypatch.setattr("fastserve_backend.serving.process.DRAIN_TIMEOUT_S", 1)
-    monkeypatch.setattr("fastserve_backend.serving.process._SILENT_DRAIN_S", 0.2)
-    kinds = BODIES["text, seeded"], BODIES["chat, seeded"]
-    bodies = [{**kind, "seed": seed, "max_tokens": 2000} for seed in range(2) for kind in kinds]
-    expected = Asked(front, bodies).answers()
-    num_moved = sum(front.of_server(MOVED, server) for server in range(2))
-    done = threading.Event()
+    """Each server is drained for less time than the answers take, and started again. Meanwhile the
+    other one answers."""
+    monkeypatch.setattr("fastserve_backend.serving.process.DRAIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("fastserve_backend.serving.process._SILENT_DRAIN_S", 0.05)
+    kinds = REQUESTS["text, seeded"], REQUESTS["chat, seeded"]
+    asks = [Ask(kind.route, {**kind.body, "seed": seed}) for seed in range(2) for kind in kinds]
+    expected = Asked(front.url, asks).answers()
 
-    def ask_on() -> int:
-        num_asked = 0
-        while not done.is_set():
-            for after, before in zip(Asked(front, bodies).answers(), expected, strict=True):
-                check_same(after, before)
-            num_asked += len(bodies)
-        return num_asked
+    def check(asked: Asked) -> None:
+        for after, before in zip(asked.answers(), expected, strict=True):
+            check_same(after, before)
 
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask_on)
-        for server in range(2):
-            front.replicas.restart(server)
+    def ask_others() -> None:
+        if len(front.replicas) > 1:
+            check(Asked(front.url, asks))
+
+    for server in range(len(front.replicas)):
+        for _ in range(ATTEMPTS):
+            num_moved = front.of_server(MOVED, server)
+            asked = Asked(front.url, asks)
+            asked.wait_until_begun(len(asks))
+            front.replicas.restart(server, ask_others)
             front.wait_until_up()
-        done.set()
-        assert asking.result() >= len(bodies)
-    assert sum(front.of_server(MOVED, server) for server in range(2)) > num_moved
-    assert all(front.of_server(NOT_MOVED, server) == 0 for server in range(2))
+            check(asked)
+            if front.of_server(MOVED, server) > num_moved:
+                break
+        else:
+            raise AssertionError(f"the answers were too short {ATTEMPTS} times")
+    assert front.of_all(NOT_MOVED) == 0

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,10 @@ class Streams:
     def start(self, number: int = 1) -> None:
         for _ in range(number):
             self._reads.append(self._pool.submit(self._read, len(self._reads)))
+
+    @property
+    def number(self) -> int:
+        return len(self._reads)
 
     def wait_until_begun(self, number: int) -> None:
         wait_for(lambda: self.num_begun >= number, REQUEST_TIMEOUT_S)
@@ -205,26 +209,41 @@ def test_a_server_that_hangs_gets_nothing_until_it_goes_on(
     kind: str, front: Front, replicas: Replicas
 ) -> None:
     """Also a half-dead one, whose tritonserver says that it is ready. Its streams and a session go
-    on at the other server."""
+    on at the other server.
+
+    Not tritonserver alone hangs: its model's process would end 15 s later, and the launcher would
+    start the server again, perhaps before the streams have ended.
+    """
     turn = {"session_id": kind, "prompt": prompt_about("clocks")}
     hung = front.server_of(**turn)
     server = replicas[hung]
-    pid = server.pid if kind == "server" else server.runtime.stub_pid()
-    assert pid is not None
+    processes = [server.pid] if kind == "server" else []
+    pids = [pid for pid in (*processes, server.runtime.stub_pid()) if pid is not None]
+    attempts: list[Streams] = []
 
     def start() -> Streams:
-        streams = Streams(front, 2 * RUNNING, max_tokens=2000)  # at both servers
-        streams.wait_until_begun(2 * RUNNING)
+        """Fills the places of the server that is to hang."""
+        for earlier in attempts:  # else these would fill the queue of the other server
+            assert earlier.end() == (earlier.number, 0)
+        attempts[:] = [Streams(front, 0, max_tokens=400)]
+        streams, before = attempts[0], front.sent()
+        while (sent := front.sent() - before)[hung] < RUNNING:
+            streams.start()
+            wait_for(lambda: (front.sent() - before).total() == streams.number)
+        streams.wait_until_begun(RUNNING + min(sent[1 - hung], RUNNING))
         return streams
 
+    moved = front.of_server(MOVED, hung)
     try:
-        with job_held(server, start) as streams:
-            os.kill(pid, signal.SIGSTOP)
+        with job_held(server, start, RUNNING) as streams:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: not front.is_up(hung) and front.is_up(1 - hung))
-        assert streams.end() == (2 * RUNNING, 0)
+        assert streams.end() == (streams.number, 0)
+        assert front.of_server(MOVED, hung) == moved + RUNNING
         assert front.server_of(**turn) == 1 - hung
     finally:
-        with suppress(ProcessLookupError):  # on a slow machine the stub has ended itself
+        for pid in pids:
             os.kill(pid, signal.SIGCONT)
     front.wait_until_up()
 

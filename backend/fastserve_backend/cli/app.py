@@ -271,7 +271,7 @@ def gateway(
         int,
         typer.Option(
             min=0,
-            help="How often an answer may lose its server and go on at another one; 0: it ends.",
+            help="How often an answer may lose its server and go on at one that works; 0: it ends.",
         ),
     ] = 3,
     response_store_mib: Annotated[

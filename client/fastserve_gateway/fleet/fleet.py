@@ -24,6 +24,7 @@ from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
+    ModelLost,
     ServerFailed,
     ServerOverloaded,
     ServerUnavailable,
@@ -51,6 +52,8 @@ ResultT = TypeVar("ResultT")
 _MAX_TRIES = 4
 # Errors of a server that say nothing against the job.
 _UNABLE = (ServerUnavailable, ServerFailed)
+# Of these, what all of the server's jobs end with. A job may be what kills its servers.
+_DEATHS = (ConnectionFailed, ModelLost, ServerFailed)
 # While no server can go on with an answer, they are tried again after so long.
 _MOVE_RETRY_S = 0.5
 # In this order servers are asked what any of them can answer.
@@ -62,8 +65,9 @@ class Fleet:
 
     What a server refuses, or loses before the first token, goes to another one. If it is lost after
     the first token, another one goes on with the answer: it gets the output so far beside the
-    prompt, and no text comes twice. A server whose model does not answer gets nothing more, and its
-    jobs fail as those of a dead one. A single server gets everything, and shows no pictures.
+    prompt, and no text comes twice. If there is no other one, the answer waits until the same one
+    is back. A server whose model does not answer gets nothing more, and its jobs fail as those of a
+    dead one. A single server gets everything, and shows no pictures.
 
     Args:
         clients: of the model's servers, by URL. The fleet closes them.
@@ -79,7 +83,7 @@ class Fleet:
     ) -> None:
         self._model = model
         self._metrics = metrics
-        self._max_moves = max_moves if len(clients) > 1 else 0
+        self._max_moves = max_moves
         self._router = Router(list(clients))
         self._servers = [
             WatchedServer(
@@ -93,6 +97,7 @@ class Fleet:
         # They show no state, or none yet. They get jobs only if all others are out.
         self._silent = set(range(len(clients))) if self._chooses else set()
         self._followers: list[asyncio.Task[None]] = []
+        self._is_closed = False
 
     @property
     def _chooses(self) -> bool:
@@ -110,7 +115,7 @@ class Fleet:
         """Yields the chunks of a job. Closing the generator cancels the job. Raises ClientError.
 
         Args:
-            on_moved: called when another server goes on with the answer.
+            on_moved: called when a server goes on with the answer after a loss.
         """
         job = self._job(prompt, options)
         answer = job.answer
@@ -127,10 +132,7 @@ class Fleet:
                         if not attempt.has_begun:
                             attempt.has_begun = True
                             self._on_first_token(attempt)
-                            if answer.loss is not None:
-                                self._metrics.moved.labels(self._model, answer.loss.server).inc()
-                                answer.on_resumed()
-                                on_moved()
+                            self._on_resumed(answer, on_moved)
                         yield answer.add(chunk)
                 return
 
@@ -144,7 +146,7 @@ class Fleet:
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """The whole completion. It has the arguments of ``stream``. Raises ClientError."""
-        if self._max_moves:
+        if self._max_moves and self._chooses:
             async with aclosing(
                 self.stream(
                     prompt,
@@ -155,14 +157,21 @@ class Fleet:
                 )
             ) as chunks:
                 return Completion.from_chunks([chunk async for chunk in chunks])
+        # A single server sends the whole answer at once, which costs far less than its tokens do.
+        # After a loss it begins anew.
         job = self._job(prompt, options)
         while True:
             with self._attempt(job, await self._find_server(job)) as attempt:
-                answer = await attempt.server.client.generate(
-                    prompt, request_id=request_id, trace_context=trace_context, **options
+                whole = await self._whole_answer(
+                    attempt,
+                    prompt,
+                    request_id=request_id,
+                    trace_context=trace_context,
+                    **job.answer.options(),
                 )
                 self._router.on_first_token(attempt.choice)
-                return answer
+                self._on_resumed(job.answer, on_moved)
+                return whole
 
     async def describe(self, *, timeout_s: float) -> ModelDescription:
         """``timeout_s`` is for each server that is asked. Raises ClientError."""
@@ -199,6 +208,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends running jobs with an error."""
+        self._is_closed = True
         await cancel_all(self._followers)
         await asyncio.gather(*(server.client.close() for server in self._servers))
 
@@ -216,6 +226,38 @@ class Fleet:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _whole_answer(
+        self,
+        attempt: _Attempt,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        trace_context: Mapping[str, str] | None,
+        **options: Unpack[RequestOptions],
+    ) -> Completion:
+        """The answer in one piece. Notes in the attempt whether a single server has begun it.
+
+        Raises ClientError.
+        """
+        client = attempt.server.client
+        num_answers = client.num_answers
+        try:
+            return await client.generate(
+                prompt, request_id=request_id, trace_context=trace_context, **options
+            )
+        except _DEATHS:
+            # One that has said anything since then was not gone before. One that computes silently
+            # is asked every second.
+            attempt.has_begun = not self._chooses and client.num_answers > num_answers
+            raise
+
+    def _on_resumed(self, answer: KeptAnswer, on_moved: Callable[[], None]) -> None:
+        """A server has begun the answer, or goes on with it."""
+        if answer.loss is not None:
+            self._metrics.moved.labels(self._model, answer.loss.server).inc()
+            answer.on_resumed()
+            on_moved()
 
     def _job(self, prompt: Prompt, options: RequestOptions) -> _Job:
         request = routed_request(prompt, options) if self._chooses else RoutedRequest(0)
@@ -242,16 +284,15 @@ class Fleet:
             self._router.on_end(choice)
 
     def _on_error(self, job: _Job, attempt: _Attempt, error: ClientError) -> None:
-        """A server ended a job with an error. Returns if another one may take it.
+        """A server ended a job with an error. Returns if a server may take it again.
 
         Raises ClientError: the job ends with it.
         """
         answer, loss = job.answer, job.answer.loss
         if answer.is_whole:  # so it does not matter
             return
-        # A job may be what kills its servers, also before it has a new token.
-        is_death = isinstance(error, ConnectionFailed | ServerFailed)
-        is_lost = attempt.has_begun or (loss is not None and is_death)
+        # It may die before the job has a new token.
+        is_lost = attempt.has_begun or (loss is not None and isinstance(error, _DEATHS))
         if isinstance(error, _UNABLE) and (answer.may_move or not is_lost):
             error = error.with_traceback(None)  # which refers to the prompt
             if is_lost:
@@ -267,7 +308,8 @@ class Fleet:
         raise error
 
     async def _find_server(self, job: _Job) -> ServerChoice:
-        """The server that gets the job next. If its answer has begun, waits for one.
+        """The server that gets the job next. If its answer has begun, waits for one, which may be
+        the server that was lost.
 
         Raises ClientError: there is none.
         """
@@ -278,11 +320,14 @@ class Fleet:
                 loss = job.answer.loss
                 if loss is None:
                     raise
-                if time.monotonic() >= loss.deadline_s:
+                if self._is_closed or time.monotonic() >= loss.deadline_s:
                     self._metrics.not_moved.labels(self._model, loss.server).inc()
                     raise loss.error from None
             await asyncio.sleep(_MOVE_RETRY_S)
-            job.refusals.clear()
+            # Several servers are watched. A single one has to be asked whether it is back, because
+            # an attempt in vain costs a move.
+            if self._chooses or await self._servers[0].silence.answers():
+                job.refusals.clear()
 
     def _choose(self, request: RoutedRequest, refusals: Mapping[int, ClientError]) -> ServerChoice:
         tried = refusals.keys()
@@ -364,4 +409,4 @@ class _Attempt:
     choice: ServerChoice
     sent_s: float
     has_begun: bool = False
-    """Whether its client has got a token."""
+    """Whether its client has got a token, or the only server was lost while it computed."""

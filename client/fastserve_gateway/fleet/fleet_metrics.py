@@ -30,7 +30,7 @@ class FleetMetrics:
         )
         self.moved = Counter(
             "fastserve_gateway_jobs_moved",
-            "Jobs that the server lost after their first token, and another one went on with.",
+            "Jobs that the server lost after their first token, and a server went on with.",
             labels,
             registry=registry,
         )

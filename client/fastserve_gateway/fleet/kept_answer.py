@@ -1,4 +1,4 @@
-"""What the client of a job has got, so that another server can go on with the answer."""
+"""What the client of a job has got, so that a server can go on with the answer after a loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastserve_client.results import Chunk
 
 # More are not kept: 512 KiB of memory for a request, and a message as long.
 _MAX_KEPT_TOKENS = 1 << 17
-# So long another server is looked for. Meanwhile the client gets nothing.
+# So long a server is looked for. Meanwhile the client gets nothing.
 MOVE_DEADLINE_S = 60.0
 # They come once, with the first chunk.
 _OF_FIRST_CHUNK = (protocol.PROMPT_LOGPROBS, protocol.RETURN_PROMPT_TOKENS)
@@ -28,7 +28,7 @@ class Loss:
     server: str
     error: ClientError
     deadline_s: float
-    """Until then another server is looked for; of the event loop's thread's monotonic clock."""
+    """Until then a server is looked for; of the event loop's thread's monotonic clock."""
 
 
 class KeptAnswer:
@@ -45,14 +45,14 @@ class KeptAnswer:
         """What the client has; empty if that is too much to keep."""
         self.is_whole = False
         self._options = options
-        if max_moves and options.get("seed") is None:  # another server draws the same numbers
+        if max_moves and options.get("seed") is None:  # each server draws the same numbers
             self._options = {**options, "seed": random.randint(0, protocol.MAX_SEED)}
         self._moves_left = max_moves
         self._logprob = self._logprob_of_others = 0.0
 
     @property
     def may_move(self) -> bool:
-        """Whether another server may go on with it."""
+        """Whether a server may go on with it."""
         return self._moves_left > 0
 
     def options(self) -> RequestOptions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 
 from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.cancelling import cancel_all
@@ -31,13 +30,13 @@ class SilenceWatch:
 
     def __init__(self, client: AsyncFastServeClient) -> None:
         self._client = client
+        self._question: asyncio.Task[bool] | None = None
         self.is_lost = False
         """Whether the model has not answered for so long that it gets nothing more."""
 
     async def listen(self) -> None:
         """Never returns."""
         num_answers = num_silent = 0
-        question: asyncio.Task[None] | None = None
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -49,15 +48,31 @@ class SilenceWatch:
                 elif num_silent % LOST_LOOKS == 0:
                     self._note(is_lost=True)
                     self._client.drop_calls()
-                elif num_silent % ASK_LOOKS == 0 and (question is None or question.done()):
-                    question = asyncio.create_task(self._ask())
+                elif num_silent % ASK_LOOKS == 0:
+                    self._start_question()
         finally:
-            if question is not None:
-                await cancel_all((question,))
+            if self._question is not None:
+                await cancel_all((self._question,))
 
-    async def _ask(self) -> None:
-        with suppress(ClientError):  # it is no answer, or it counts as one
+    async def answers(self) -> bool:
+        """Whether the model answers now. All who ask at the same time share one question, which has
+        failed at the latest when the model is lost."""
+        question = self._start_question()
+        await asyncio.wait((question,))
+        return not question.cancelled() and question.result()
+
+    def _start_question(self) -> asyncio.Task[bool]:
+        """The question under way, or a new one."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask())
+        return self._question
+
+    async def _ask(self) -> bool:
+        try:
             await self._client.detokenize((_TOKEN,))
+        except ClientError:
+            return False
+        return True
 
     def _note(self, *, is_lost: bool) -> None:
         if is_lost == self.is_lost:

@@ -1,13 +1,13 @@
-"""Two servers of one model, and a gateway in front of them."""
+"""Servers of one model, mostly two, and a gateway in front of them."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,15 @@ SHORT: dict[str, Any] = {
 class Replicas:
     """The servers, each on a core of its own and on ports that stay the same."""
 
-    def __init__(self, config: EngineConfig, log_path: Path) -> None:
+    def __init__(self, config: EngineConfig, log_path: Path, number: int) -> None:
         self._config = config
         self._log_path = log_path
-        self._servers = [self._server(number, 0, 0, 0) for number in range(2)]
+        self._servers = [self._server(number, 0, 0, 0) for number in range(number)]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(self._start, range(2)))
+            list(pool.map(self._start, range(number)))
+
+    def __len__(self) -> int:
+        return len(self._servers)
 
     def __getitem__(self, number: int) -> TritonServer:
         return self._servers[number]
@@ -45,13 +48,18 @@ class Replicas:
     def url(self, number: int) -> str:
         return f"grpc://{self[number].endpoints.grpc_url}"
 
-    def restart(self, number: int) -> None:
-        """Drains one server, as SIGTERM does, and starts another one in its place."""
+    def restart(self, number: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Drains one server, as SIGTERM does, and starts another one in its place.
+
+        Args:
+            meanwhile: called while there is none.
+        """
         old = self[number]
         ports = old.endpoints.http_port, old.endpoints.grpc_port, old.endpoints.metrics_port
         # The claim goes from the old server to the new one, or others could get the ports between.
         with old._claimed.pop_all(), ThreadPoolExecutor() as pool:
             old.stop()
+            meanwhile()
             self._servers[number] = self._server(number, *ports)
             pool.submit(self._start, number).result()
 
@@ -61,8 +69,10 @@ class Replicas:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No job of either server ends during the block, and none shows its state."""
-        with rank_stopped(self[0].runtime), rank_stopped(self[1].runtime):
+        """No job of any server ends during the block, and none shows its state."""
+        with ExitStack() as held:
+            for server in self._servers:
+                held.enter_context(rank_stopped(server.runtime))
             yield
 
     def num_unfinished(self) -> float:
@@ -76,10 +86,10 @@ class Replicas:
         servers that are held."""
         for server in self._servers:
             settle(server.endpoints)
-        num_running = sum(self.num_jobs(number, "running") for number in range(2))
+        num_running = sum(self.num_jobs(number, "running") for number in range(len(self)))
         if num_begun != num_jobs - self.num_unfinished() + num_running:
             return None
-        for number in range(2):
+        for number in range(len(self)):
             if self.num_jobs(number, "running") == RUNNING and self.num_jobs(number, "waiting"):
                 return number
         return None
@@ -98,8 +108,8 @@ class Replicas:
 
 
 @contextmanager
-def running_replicas(config: EngineConfig, log_path: Path) -> Iterator[Replicas]:
-    running = Replicas(config, log_path)
+def running_replicas(config: EngineConfig, log_path: Path, number: int = 2) -> Iterator[Replicas]:
+    running = Replicas(config, log_path, number)
     try:
         yield running
     finally:
@@ -113,22 +123,31 @@ class Front:
     url: str
     replicas: Replicas
 
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.replicas))
+
     def of_server(self, name: str, number: int) -> float:
         try:
             return metric(f"{self.url}/metrics", name, server=self.replicas.url(number))
         except KeyError:
             return 0.0
 
+    def of_all(self, name: str) -> float:
+        return sum(self.of_server(name, number) for number in self._numbers)
+
     def sent(self) -> Counter[int]:
         """Jobs by server."""
         name = "fastserve_gateway_jobs_sent_total"
-        return Counter({number: int(self.of_server(name, number)) for number in range(2)})
+        return Counter({number: int(self.of_server(name, number)) for number in self._numbers})
 
     def is_up(self, number: int) -> bool:
+        if len(self.replicas) == 1:  # the metric is for several servers
+            return httpx2.get(f"{self.url}/health", timeout=REQUEST_TIMEOUT_S).is_success
         return self.of_server("fastserve_gateway_server_up", number) == 1
 
     def wait_until_up(self) -> None:
-        wait_for(lambda: self.is_up(0) and self.is_up(1), RESTART_TIMEOUT_S)
+        wait_for(lambda: all(map(self.is_up, self._numbers)), RESTART_TIMEOUT_S)
 
     def picture(self, number: int) -> dict[str, Any]:
         """The state of one server."""
@@ -139,7 +158,7 @@ class Front:
         return picture
 
     def is_idle(self) -> bool:
-        pictures = map(self.picture, range(2))
+        pictures = map(self.picture, self._numbers)
         return not any(one["running"] + one["waiting"] + one["swapped"] for one in pictures)
 
     def complete(self, **fields: Any) -> httpx2.Response:

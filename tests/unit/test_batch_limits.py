@@ -27,6 +27,9 @@ class Machine(LatencyModel):
         busy_s = max(self.read_s, compute_s) + self.context_s * load.decode_context
         return self.overhead_s + busy_s
 
+    def score_s(self, num_tokens: int) -> float:
+        return self.read_s * num_tokens / self.knee
+
 
 def limits(machine: Machine | None = None, kv_tokens: int = 10**6, **keys: Any) -> BatchLimits:
     config = EngineConfig().with_keys(**keys).scheduler

@@ -33,6 +33,9 @@ class Slower(LatencyModel):
     def iteration_s(self, load: IterationLoad) -> float:
         return self._factor * known_profile().iteration_s(load)
 
+    def score_s(self, num_tokens: int) -> float:
+        return self._factor * known_profile().score_s(num_tokens)
+
 
 class CountingExecutor(SimulatedExecutor):
     """Records the steps that it gets."""
@@ -63,6 +66,7 @@ def test_a_brief_measurement_finds_the_known_machine() -> None:
         assert profile.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.15)
         assert profile.decode_s(length) == pytest.approx(truth.decode_s(length), rel=0.15)
     assert profile.num_blocks == LIMITS.num_blocks
+    assert profile.scored_token_s == pytest.approx(truth.scored_token_s)
 
 
 def test_a_full_measurement_predicts_held_out_mixes_and_tells_how_well() -> None:
@@ -77,6 +81,15 @@ def test_a_full_measurement_predicts_held_out_mixes_and_tells_how_well() -> None
     assert shares[-1] == 1.0
     for sample in measurement.held_out:
         assert sample.seconds == pytest.approx(truth.iteration_s(sample.load))
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 40])
+def test_log_probabilities_are_measured_as_far_as_prompts_go(max_model_len: int) -> None:
+    clock, truth = VirtualClock(), known_profile()
+    limits = replace(LIMITS, max_model_len=max_model_len)
+    profile = measure_briefly(ranks(CountingExecutor(truth, clock), clock, limits))
+    expected = 0.0 if max_model_len == 1 else truth.scored_token_s
+    assert profile.score_s(10) == pytest.approx(10 * expected)
 
 
 @pytest.mark.parametrize("factor", [1, 10, 100, 1000])

@@ -172,12 +172,11 @@ class FairShares:
     def charge(self, tenant: str, seconds: float) -> None:
         """As of ``ChargesTenants``. It counts like the time of tokens, and is remembered if the
         tenant has no jobs by now."""
-        if not self._tenants or self._alone() is not None:
-            return  # its counter is compared with none
         rounds = seconds / self._round_s
         if tenant in self._tenants:
-            self._charge(self._tenants[tenant], rounds)
-        else:
+            if self._alone() is None:  # else its counter is compared with none
+                self._charge(self._tenants[tenant], rounds)
+        elif self._tenants:
             counter = max(self._ahead.get(tenant, 0.0), self._order.earliest_round)
             self._ahead[tenant] = counter + rounds / self._weights.get(tenant, 1.0)
 

@@ -41,7 +41,7 @@ class ScoredPrompts:
     def on_host(self) -> list[PromptScores]:
         """Call this only when the device has finished."""
         logprobs, ranks, top_ids, top_logprobs = (one.numpy() for one in self._on_host)
-        ends = np.cumsum([0, *map(_num_rows, self._asked)])
+        ends = np.cumsum([0, *(one.num_rows for one in self._asked)])
         return [
             PromptScores(
                 logprobs[begin:end].tobytes(),
@@ -67,7 +67,7 @@ def score_prompts(
         logits_of: the model's: hidden states [R, width] -> logits [R, vocab] of any float type.
     """
     uploads = Uploads(hidden.device)
-    rows = [np.arange(one.first_row, one.first_row + _num_rows(one)) for one in asked]
+    rows = [np.arange(one.first_row, one.first_row + one.num_rows) for one in asked]
     index = uploads.bring(np.concatenate(rows))
     token_ids = np.frombuffer(b"".join(one.token_ids for one in asked), dtype=np.int32)
     targets = uploads.bring(token_ids.astype(np.int64))
@@ -92,7 +92,3 @@ def _scores(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ..
     ranks = (logprobs > own[:, None]).sum(dim=-1) + 1
     top_logprobs, top_ids = torch.topk(logprobs, num_top)
     return own, ranks.int(), top_ids.int(), top_logprobs
-
-
-def _num_rows(asked: PromptRows) -> int:
-    return len(asked.token_ids) // np.dtype(np.int32).itemsize

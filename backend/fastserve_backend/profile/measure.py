@@ -146,14 +146,18 @@ def _fit(ranks: ReadyRanks, samples: Sequence[Sample], *, busy: bool) -> Latency
 def _with_scores(
     profile: LatencyProfile, timer: _StepTimer, limits: Limits, budget_s: float
 ) -> LatencyProfile:
-    """Measure what the log-probabilities of prompts take, in about ``budget_s``."""
+    """Measure what the log-probabilities of prompts take, in about ``budget_s``.
+
+    What counts is their share of a prompt's own time, and the profile says how long that is. So
+    both are equally wrong if they are measured on a busy machine.
+    """
     num_tokens = min(_MOST_SCORED, limits.max_prefill_tokens)
     # With their log-probabilities, prompts are taken to last twice as long.
     while num_tokens > _LEAST_SCORED and 3 * profile.prefill_s(num_tokens) > budget_s:
         num_tokens //= 2
     if num_tokens < 2:
         return profile  # no prompt has a second token
-    scores_s = timer.scores_s(num_tokens, budget_s)
+    scores_s = timer.scores_share(num_tokens, budget_s) * profile.prefill_s(num_tokens)
     return replace(profile, scored_token_s=scores_s / (num_tokens - 1))
 
 
@@ -243,8 +247,8 @@ class _StepTimer:
             rng.shuffle(order)
             yield from order
 
-    def scores_s(self, num_tokens: int, budget_s: float) -> float:
-        """How much longer a prompt takes with the log-probabilities of its tokens.
+    def scores_share(self, num_tokens: int, budget_s: float) -> float:
+        """By what share of its own time a prompt takes longer with log-probabilities.
 
         Args:
             budget_s: when to stop, once it is known.
@@ -258,7 +262,7 @@ class _StepTimer:
             if self._now() - started_s > budget_s:
                 break
         shortest_s = shortest_seconds(timings)
-        return max(0.0, shortest_s[1] - shortest_s[0])
+        return max(0.0, shortest_s[1] / shortest_s[0] - 1)
 
     def time(self, mix: Mix, number: int = 0, *, scores: bool = False) -> Timing:
         """Run one step of this mix.

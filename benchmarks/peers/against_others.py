@@ -35,7 +35,7 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.serving.launch import TritonServer
-from fastserve_backend.worker.cores import num_cores
+from fastserve_backend.system.cores import num_cores
 from fastserve_bench.connection import Connection, Request
 from fastserve_bench.requests import exact_requests
 from fastserve_bench.results_file import cpu_name

@@ -31,6 +31,8 @@ VALUE_BYTES = 24
 STREAM_BYTES = 2048
 """Of each job of a stream: the buffers of its connections, and chunks that the client has not read
 yet."""
+JOB_BYTES = 256
+"""Of each job of an answer that is held: its call to the server."""
 _DEFAULT_MAX_TOKENS = 16
 """The server's."""
 _DESCRIBE_TIMEOUT_S = 10.0
@@ -67,8 +69,8 @@ class AnswerLimit:
     async def bounded(
         self, fleet: Fleet, jobs: Sequence[CompletionJob], take: Take
     ) -> list[CompletionJob]:
-        """Jobs whose answers take at most ``max_bytes`` together. Takes the room for what they say
-        about their prompts, which comes at once.
+        """Jobs whose answers take at most ``max_bytes`` together. Takes the room for the jobs, and
+        for what they say about their prompts, which comes at once.
 
         Where ``max_tokens`` means "what fits" (``clip_max_tokens``), less may fit than the model
         allows.
@@ -81,7 +83,7 @@ class AnswerLimit:
         if not self.is_held:
             take(prompt_bytes + STREAM_BYTES * len(jobs))
             return list(jobs)
-        take(prompt_bytes)
+        take(prompt_bytes + JOB_BYTES * len(jobs))
         return self._with_bounded_tokens(jobs, self.max_bytes - prompt_bytes)
 
     async def _prompt_bytes(self, fleet: Fleet, jobs: Sequence[CompletionJob]) -> int:

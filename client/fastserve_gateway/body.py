@@ -24,6 +24,10 @@ IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
 READ_TIMEOUT_S = 60.0
 """How long a body may take. A vanished client would hold its part of the memory for ever."""
 
+# A byte of a prompt takes two in the message to the server, and 45 in its body (docs/deploy.md,
+# *Sizing*). The body counts once, and the messages of all its answers but the first beside it.
+_MESSAGE_SHARE = 20
+
 BodyT = TypeVar("BodyT", bound=Body)
 
 
@@ -76,6 +80,7 @@ async def read_body(
         raise ApiError(
             413, f"the body, for {fields.num_choices} answers, is larger than {max_bytes} bytes"
         )
+    take((num_bytes - len(body)) // _MESSAGE_SHARE)
     return ReadBody(fields, partial(threads.run, num_bytes))
 
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fastserve_backend.worker.cores import cores_to_keep, num_cores
+from fastserve_backend.system.cores import num_cores
+from fastserve_backend.worker.cores import cores_to_keep
 from parallel_models import started_ranks
 
 ALL = sorted(os.sched_getaffinity(0))

@@ -12,6 +12,7 @@ from fastserve_backend import LLM, Completion, SamplingParams
 from fastserve_backend.engine.request_checks import MAX_PROMPT_LOGPROBS
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import ServiceLevel
+from fastserve_backend.profile.latency import LatencyProfile
 from live_engine import small_engine
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
 from transformers import MistralConfig, MistralForCausalLM, OPTForCausalLM, PreTrainedModel
@@ -94,9 +95,14 @@ def test_chunks_and_preemption(
 
 
 def test_chunks_are_smaller_where_log_probabilities_are_wanted(
-    checkpoint: Path, tokenizer: Path, prompts: list[list[int]]
+    checkpoint: Path, tokenizer: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At first they are taken to cost as much as the tokens."""
+    """In this small model they cost next to nothing. Here ten of them take as long as a chunk."""
+
+    def score_s(self: LatencyProfile, num_tokens: int) -> float:
+        return self.prefill_s(40) * num_tokens / 10
+
+    monkeypatch.setattr(LatencyProfile, "score_s", score_s)
     (prompt,) = (one for one in prompts if len(one) == 200)
     with small_engine(checkpoint, tokenizer, prefill_chunk_tokens=40) as llm:
         counts = []

@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import httpx2
 import pytest
@@ -16,18 +16,30 @@ from fastserve_client import protocol
 from fastserve_client.model_description import ModelDescription
 from fastserve_client.response import read_chunk
 from fastserve_client.results import Chunk, Completion, Tokenization, TokenLogprob
-from fastserve_gateway.answer_size import VALUE_BYTES, chunk_bytes
+from fastserve_gateway.answer_size import (
+    JOB_BYTES,
+    STREAM_BYTES,
+    VALUE_BYTES,
+    AnswerLimit,
+    chunk_bytes,
+)
 from fastserve_gateway.chat import token_logprobs
 from fastserve_gateway.completions import CompletionAnswer
+from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.schemas import CompletionRequest
 from fastserve_gateway.whole_response import WholeResponse
 from gateway_thread import GatewayThread, gateway_thread
 from lone_gateway import Pictures, settings
 from waiting import wait_for
 
+if TYPE_CHECKING:
+    from fastserve_gateway.fleet.fleet import Fleet
+
 DEADLINE_S = 60.0
 BYTES_PER_BYTE = 45
 """docs/deploy.md, *Sizing*: the memory for each byte that the gateway may hold."""
+NO_FLEET = cast("Fleet", None)
+"""Of jobs about whose prompts the server is not asked."""
 TOP = tuple(TokenLogprob(number, "a", -1.0) for number in range(20))
 
 
@@ -215,7 +227,7 @@ def test_an_answer_of_any_length_is_cut_off(
 
 
 def test_answers_count_while_they_come(front: Front) -> None:
-    tokens = 2080
+    tokens = 2075
     body = {"input": "Hi", "top_logprobs": 20, "max_output_tokens": tokens, "stream": True}
     held = (tokens - 1) * 21 * VALUE_BYTES
     assert 4 * held < 4 << 20 < 5 * held
@@ -235,6 +247,34 @@ def test_answers_count_while_they_come(front: Front) -> None:
     }
     assert [end["type"] for end in ends] == ["response.incomplete"] * 4
     wait_for(lambda: front.post("v1/responses", **body).status_code == 200, DEADLINE_S)
+
+
+@pytest.mark.parametrize(("is_held", "of_each"), [(True, JOB_BYTES), (False, STREAM_BYTES)])
+async def test_every_answer_to_every_prompt_counts(is_held: bool, of_each: int) -> None:
+    taken: list[int] = []
+    limit = AnswerLimit(1 << 20, 8, {}, is_held)
+    jobs = [CompletionJob("a", "", {})] * 16  # two prompts
+    assert len(await limit.bounded(NO_FLEET, jobs, taken.append)) == 16
+    assert sum(taken) == 16 * of_each
+
+
+def test_all_messages_of_a_prompt_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer needs one, and the first one counts with the body."""
+    model = Model()
+    model.holds_ends = True
+    monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", lambda *_, **__: model)
+    body = {"prompt": "a" * 120_000, "n": 8}
+    with gateway_thread(settings(max_held_bytes=1 << 20)) as gateway, ThreadPoolExecutor(6) as pool:
+        front = Front(gateway, model)
+        others = [pool.submit(front.post, COMPLETIONS, **body) for _ in range(6)]
+        try:
+            wait_for(lambda: model.num_held == 6 * 8, DEADLINE_S)
+            refused = front.post(COMPLETIONS, **body)
+        finally:
+            model.holds_ends = False
+        assert [other.result().status_code for other in others] == [200] * 6
+        assert refused.status_code == 429
+        assert front.post(COMPLETIONS, **body).status_code == 200
 
 
 def last_event(answer: httpx2.Response) -> dict[str, Any]:

@@ -40,4 +40,5 @@ def known_profile() -> LatencyProfile:
         sampled=Curve((0, 1), (1e-3, 1e-4)),
         decode_context_s=1e-6,
         prefill_pair_s=1e-8,
+        scored_token_s=5e-5,
     )

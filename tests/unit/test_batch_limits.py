@@ -27,6 +27,9 @@ class Machine(LatencyModel):
         busy_s = max(self.read_s, compute_s) + self.context_s * load.decode_context
         return self.overhead_s + busy_s
 
+    def score_s(self, num_tokens: int) -> float:
+        return self.read_s * num_tokens / self.knee
+
 
 def limits(machine: Machine | None = None, kv_tokens: int = 10**6, **keys: Any) -> BatchLimits:
     config = EngineConfig().with_keys(**keys).scheduler
@@ -109,10 +112,17 @@ def test_with_log_probabilities_a_chunk_takes_no_longer(keys: dict[str, Any]) ->
         for more in (0, 1):
             num_tokens = scored + more
             seconds = machine.prefill_s(num_tokens) + machine.score_s(num_tokens)
-            assert (seconds <= machine.prefill_s(size)) == (more == 0), size
+            longest_s = max(machine.prefill_s(size), 1.25 * machine.decode_s(1))
+            assert (seconds <= longest_s) == (more == 0), size
     auto = limits(machine, slo_ms=300)
     assert auto.for_load(1, 1).scored_chunks == auto.scored_chunks
     assert limits(prefill_chunk_tokens="whole").scored_chunks == {}
+
+
+def test_log_probabilities_may_take_as_long_as_the_smallest_chunk() -> None:
+    """A chunk that takes no longer than a decode would leave no time for any."""
+    wanted = limits(Machine(), prefill_chunk_tokens=16)
+    assert wanted.scored_chunks == {16: 16}  # 20 ms for the weights, and 3.2 of 5 for the rest
 
 
 def test_an_iteration_takes_the_chunk_of_its_load() -> None:

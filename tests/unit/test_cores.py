@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from fastserve_backend.system.cores import num_cores
 from fastserve_backend.worker import cores
-from fastserve_backend.worker.cores import num_cores, num_threads
+from fastserve_backend.worker.cores import num_threads
 
 ALL = len(os.sched_getaffinity(0))
 

@@ -229,6 +229,63 @@ def test_log_probabilities_of_a_prompt_are_charged_once() -> None:
     assert charged == {0: [60.0], 1: [60.0 + 59.0, 60.0]}  # a second for either
 
 
+def test_other_time_counts_like_that_of_tokens() -> None:
+    """The tenant is served later, until the others have had as much."""
+    policy = fair("fcfs", BatchLimits(1, 1000), {"a": 2.0})
+    for number in range(3):
+        policy.add(job_of("abc"[number], number), 0.0)
+    policy.charge("a", 1000.0)
+    policy.charge("b", 500.0)
+    ran = Counter[str]()
+    for _ in range(600):
+        ran += iterate(policy)
+    assert ran["c"] > 540
+    for _ in range(1400):
+        ran += iterate(policy)
+    # Service over weight is the same: (1000 + a) / 2 = 500 + b = c.
+    assert ran["c"] == pytest.approx(875, rel=0.15)
+    assert ran["b"] == pytest.approx(375, rel=0.35)
+    assert ran["a"] == pytest.approx(750, rel=0.35)
+
+
+def test_other_time_is_remembered_where_the_job_has_ended() -> None:
+    policy = fair("fcfs", BatchLimits(1, 1000))
+    steady, visitor = job_of("steady", 0), job_of("visitor", 1)
+    for job in (steady, visitor):
+        policy.add(job, 0.0)
+    policy.remove(visitor)
+    policy.charge("visitor", 300.0)
+    policy.charge("visitor", 300.0)
+    policy.add(visitor, 0.0)
+    ran = Counter[str]()
+    for _ in range(500):
+        ran += iterate(policy)
+    assert ran == {"steady": 500}
+
+
+def test_other_time_of_a_tenant_alone_is_nobodys_loss() -> None:
+    policy = fair("fcfs", BatchLimits(1, 1000))
+    policy.charge("first", 1000.0)
+    policy.add(job_of("first", 0), 0.0)
+    policy.charge("first", 1000.0)
+    policy.add(job_of("second", 1), 0.0)
+    ran = Counter[str]()
+    for _ in range(1000):
+        ran += iterate(policy)
+    assert min(ran.values()) > 400
+
+
+def test_other_time_counts_at_all_priorities() -> None:
+    policy = PriorityClasses(lambda: fair("fcfs", BatchLimits(1, 1000)))
+    for number in range(4):
+        job = job_of("ab"[number % 2], number)
+        job.service = ServiceLevel(tenant="ab"[number % 2], priority=number // 2)
+        policy.add(job, 0.0)
+    policy.charge("a", 1000.0)
+    order = [job.number for job in policy.walk(0.0, ())]
+    assert order == [1, 0, 3, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.one_of("num_blocks")
 @pytest.mark.parametrize("name", POLICIES)

@@ -7,7 +7,9 @@ import itertools
 import json
 import queue
 import random
+import select
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import psutil
 import pytest
 from fastserve_backend.errors import TenantLimitError
 from fastserve_backend.grammars.client import MAX_WAITING, GrammarClient
+from fastserve_backend.grammars.compilation import Compilation
 from fastserve_backend.grammars.compiler import (
     Compiler,
     GrammarError,
@@ -30,10 +33,12 @@ from fastserve_backend.grammars.messages import (
     GrammarRefused,
     JobFailed,
     NewMasks,
+    TimeUsed,
     Vocabulary,
 )
 from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.system import helper_process
+from fastserve_backend.system.cores import num_cores
 from fastserve_client.schema_formats import KNOWN_FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,6 +66,8 @@ HOSTILE = {
     "rules": {"grammar": "start: r0\n" + "\n".join(f'r{n}: r{n + 1} "a" | r{n + 1}' for n in
                                                    range(2500)) + '\nr2500: "b"'},
 }  # fmt: skip
+# It may be compiled, and that takes half a second of processor time.
+SLOW = {"allOf": [{"type": "integer", "multipleOf": n} for n in (31, 37, 41)]}
 
 
 def allowed(mask: bytes) -> set[int]:
@@ -153,6 +160,29 @@ class TestCompiler:
         assert matcher.validate_tokens(ids) == 25
 
 
+def test_a_compilation_leaves_the_interpreter_to_others(compiler: Compiler) -> None:
+    quick = compiler.compile("regex", "a*")
+    compilation = Compilation(compiler, "json_schema", json.dumps(SLOW))
+    poller = select.poll()
+    poller.register(compilation, 0)
+    num_masks = 0
+    while not poller.poll(0):
+        accept(quick, 4 + ord("a"))
+        compiler.next_mask(quick)
+        num_masks += 1
+    compiled = compilation.wait()
+    assert isinstance(compiled.known, LLMatcher)
+    assert allowed(compiler.next_mask(compiled.known.deep_copy())) >= {4 + ord("1")}
+    assert compiled.used_s > 0
+    assert num_masks > 20
+
+
+def test_a_compilation_that_fails_has_the_reason(compiler: Compiler) -> None:
+    compiled = Compilation(compiler, "regex", "(a").wait()
+    assert isinstance(compiled.known, str)
+    assert "unclosed group" in compiled.known
+
+
 EXACT = st.integers(-(2**53), 2**53)
 """Integers that are exact as doubles, as llguidance reads those of a schema."""
 
@@ -205,12 +235,19 @@ def random_answer(compiler: Compiler, matcher: LLMatcher, rng: random.Random) ->
 
 
 class Asker:
-    """A client that keeps answers until the test takes them."""
+    """A client that keeps answers until the test takes them, and sums up what tenants have used."""
 
     def __init__(self, started: StartedProcesses) -> None:
         self._started = started
+        self.used_s: Counter[str] = Counter()
         self.answers: queue.SimpleQueue[FromGrammars] = queue.SimpleQueue()
-        self.client = GrammarClient(lambda: Vocabulary(TOKENS, SPECIALS, EOS), self.answers.put)
+        self.client = GrammarClient(lambda: Vocabulary(TOKENS, SPECIALS, EOS), self._on_answer)
+
+    def _on_answer(self, answer: FromGrammars) -> None:
+        if isinstance(answer, TimeUsed):
+            self.used_s[answer.tenant] += answer.seconds
+        else:
+            self.answers.put(answer)
 
     def answer(self) -> FromGrammars:
         return self.answers.get(timeout=DEADLINE_S)
@@ -309,6 +346,49 @@ class TestProcess:
         answers = [asker.answer() for _ in range(6)]
         [place] = [n for n, answer in enumerate(answers) if isinstance(answer, NewMasks)]
         assert place < 4
+
+    def test_tenants_are_charged_for_their_checks_compilations_and_masks(
+        self, asker: Asker
+    ) -> None:
+        ambiguous = StructuredOutput(grammar='start: (x{1,100}){1,100}\nx: "a" | "b"')
+        for number, (tenant, wanted) in enumerate(
+            {
+                "refused": StructuredOutput(**HOSTILE["time"]),
+                "slow": StructuredOutput(json_schema=SLOW),
+                "masks": ambiguous,
+                "quick": StructuredOutput(choice=["a"]),
+            }.items()
+        ):
+            asker.client.begin_job(number, wanted, tenant=tenant)
+        answers = [asker.answer() for _ in range(4)]
+        assert sum(isinstance(answer, NewMasks) for answer in answers) == 3
+        checked_s = asker.used_s["masks"]
+        for _ in range(30):
+            asker.client.accept_tokens([(2, 4 + ord("a"))])
+            asker.masks(1)
+        core_s = {tenant: seconds * num_cores() for tenant, seconds in asker.used_s.items()}
+        assert core_s["refused"] > 0.9  # until its limit
+        assert core_s["slow"] > 10 * core_s["quick"] > 0
+        assert asker.used_s["masks"] > checked_s
+
+    def test_others_go_on_while_a_slow_grammar_is_compiled(self, asker: Asker) -> None:
+        """New grammars are checked afterwards."""
+        asker.client.begin_job(0, StructuredOutput(regex="a*"))
+        asker.masks(1)
+        for number in (1, 2):
+            wanted = StructuredOutput(json_schema={"title": str(number), **SLOW})
+            asker.client.begin_job(number, wanted, tenant="slow")
+        waiting = {1, 2}
+        for number in range(3, 9):
+            asker.client.begin_job(number, StructuredOutput(choice=[str(number)]), tenant="new")
+            waiting.add(number)
+            for _ in range(50):
+                asker.client.accept_tokens([(0, 4 + ord("a"))])
+                while 0 not in (found := asker.masks(1)):
+                    waiting -= found.keys()
+                waiting -= found.keys()
+        while waiting:
+            waiting -= asker.masks(1).keys()
 
     def test_a_tenant_takes_no_place_that_others_need(
         self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

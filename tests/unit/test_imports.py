@@ -116,6 +116,9 @@ ONLY = {
 }
 
 
+IN_GRAMMAR_PROCESS = ("compiler.py", "compilation.py", "check.py", "process.py", "__main__.py")
+
+
 @pytest.mark.parametrize("folder", FORBIDDEN, ids=lambda folder: folder.name)
 def test_imports_go_one_way(folder: Path) -> None:
     for path in python_files(folder):
@@ -137,7 +140,7 @@ def test_a_part_of_a_package_is_imported(folder: Path, package: str) -> None:
 
 def test_compiling_grammars_is_left_to_their_process() -> None:
     for path in python_files(BACKEND):
-        if path.name not in ("compiler.py", "process.py", "check.py", "__main__.py"):
+        if path.name not in IN_GRAMMAR_PROCESS:
             for name in imported_names(path):
                 assert not is_of(name, "llguidance"), path
                 assert not is_of(name, "fastserve_backend.grammars.compiler"), path

@@ -32,6 +32,13 @@ def test_a_machine_of_another_speed_is_learned_in_fifty_iterations(factor: float
     assert model.decode_s(1) == pytest.approx(model.decode_ratio * known_profile().decode_s(1))
 
 
+def test_log_probabilities_of_prompts_are_as_slow_as_prompts() -> None:
+    model = CorrectedLatency(known_profile())
+    observe(model, MIXED, 2.0, 100)
+    expected = model.prefill_ratio * known_profile().score_s(50)
+    assert model.score_s(50) == pytest.approx(expected)
+
+
 def test_decodes_and_prefills_have_their_own_ratios() -> None:
     model = CorrectedLatency(known_profile())
     observe(model, DECODE, 2.0, times=100)

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.profile.latency import Curve
 from fastserve_backend.profile.loads import Limits, brief_grid, full_grid, random_mixes
 from fastserve_backend.profile.measure import (
     BUSY_PATIENCE,
     FULL_BUDGET_S,
     MAX_BRIEF_BUDGET_S,
     ReadyRanks,
+    _StepTimer,
+    _with_scores,
     measure_briefly,
     measure_fully,
 )
@@ -32,6 +35,9 @@ class Slower(LatencyModel):
 
     def iteration_s(self, load: IterationLoad) -> float:
         return self._factor * known_profile().iteration_s(load)
+
+    def score_s(self, num_tokens: int) -> float:
+        return self._factor * known_profile().score_s(num_tokens)
 
 
 class CountingExecutor(SimulatedExecutor):
@@ -63,6 +69,7 @@ def test_a_brief_measurement_finds_the_known_machine() -> None:
         assert profile.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.15)
         assert profile.decode_s(length) == pytest.approx(truth.decode_s(length), rel=0.15)
     assert profile.num_blocks == LIMITS.num_blocks
+    assert profile.scored_token_s == pytest.approx(truth.scored_token_s, rel=0.15)
 
 
 def test_a_full_measurement_predicts_held_out_mixes_and_tells_how_well() -> None:
@@ -77,6 +84,26 @@ def test_a_full_measurement_predicts_held_out_mixes_and_tells_how_well() -> None
     assert shares[-1] == 1.0
     for sample in measurement.held_out:
         assert sample.seconds == pytest.approx(truth.iteration_s(sample.load))
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 40])
+def test_log_probabilities_are_measured_as_far_as_prompts_go(max_model_len: int) -> None:
+    clock, truth = VirtualClock(), known_profile()
+    limits = replace(LIMITS, max_model_len=max_model_len)
+    profile = measure_briefly(ranks(CountingExecutor(truth, clock), clock, limits))
+    expected = 0.0 if max_model_len == 1 else truth.scored_token_s
+    assert profile.score_s(10) == pytest.approx(10 * expected, rel=0.15)
+
+
+def test_a_wrong_profile_makes_no_log_probabilities_of_prompts_dear() -> None:
+    """They and the prompts must be wrong by the same factor, or their chunks would vanish."""
+    clock = VirtualClock()
+    timer = _StepTimer(ranks(CountingExecutor(known_profile(), clock), clock))
+    truth = known_profile()
+    wrong = replace(truth, base_s=0.001, tokens=Curve((0,), (1e-6,)), scored_token_s=0.0)
+    found = _with_scores(wrong, timer, LIMITS, 1.0)
+    expected = truth.score_s(255) / truth.prefill_s(256)
+    assert found.score_s(255) / found.prefill_s(256) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("factor", [1, 10, 100, 1000])

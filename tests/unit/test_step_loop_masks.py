@@ -8,15 +8,16 @@ from unittest.mock import Mock
 import pytest
 from delayed_masks import DelayedMasks
 from fastserve_backend.errors import TenantLimitError
-from fastserve_backend.grammars.messages import Mask, NewMasks
+from fastserve_backend.grammars.messages import Mask, NewMasks, TimeUsed
 from fastserve_backend.grammars.structured_output import StructuredOutput
-from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.job import FinishReason, Job, ServiceLevel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.fair_shares import FairShares
 from fastserve_backend.token_rules import TokenRules
 from jobs import make_job
 from loop_driver import Rig
-from policies import make_policy
+from policies import TIMES, make_policy
 
 
 def rig_of(*, ahead: bool = False, num_stages: int = 1, late: int = 0) -> Rig:
@@ -156,6 +157,26 @@ def test_with_stages_masks_come_while_other_batches_run() -> None:
     rig.run(jobs)
     assert [len(job.output_ids) for job in jobs] == [5] * 8
     assert rig.masks.num_late > 0
+
+
+def test_who_has_used_time_for_grammars_runs_later() -> None:
+    limits = BatchLimits(1, 100)
+    policy = FairShares(lambda: make_policy("fcfs", limits), TIMES, {}, 64)
+    rig = Rig(policy, masks=DelayedMasks(random.Random(1), 0))
+    flood, other = make_job(0, 3, max_tokens=9), make_job(1, 3, max_tokens=9)
+    flood.service, other.service = ServiceLevel(tenant="flood"), ServiceLevel(tenant="other")
+    rig.loop.jobs.add(other)
+    rig.loop.jobs.add(flood)
+    rig.loop.jobs.on_mask_answer(TimeUsed("flood", 1000.0))
+    rig.run()
+    assert [number for number, _ in rig.ends] == [1, 0]
+
+
+def test_where_tenants_do_not_count_time_for_grammars_does_not() -> None:
+    rig = rig_of()
+    rig.loop.jobs.on_mask_answer(TimeUsed("", 1000.0))
+    rig.run([make_job(0, 3, max_tokens=2)])
+    assert rig.ends == [(0, FinishReason.LENGTH)]
 
 
 def test_a_mask_for_fewer_tokens_than_there_are_is_ignored() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.errors import InvalidRequestError, TenantLimitError
-from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, Mask, NewMasks
+from fastserve_backend.grammars.messages import GrammarRefused, JobFailed, Mask, NewMasks
 from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 from fastserve_backend.job import Job
 
@@ -119,7 +119,7 @@ class MaskedJobs:
             self._wait_until_s = now + _WORTH_WAITING_S
             self._new_tokens = []
 
-    def on_answer(self, answer: FromGrammars) -> list[NoNextToken]:
+    def on_answer(self, answer: NewMasks | GrammarRefused | JobFailed) -> list[NoNextToken]:
         """Give jobs their masks, and return those that cannot go on."""
         if isinstance(answer, NewMasks):
             return [failed for mask in answer.masks if (failed := self._on_mask(mask)) is not None]

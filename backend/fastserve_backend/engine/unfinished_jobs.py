@@ -14,11 +14,11 @@ from fastserve_backend.engine.delivery import Delivery, NewToken, OnJobEnd
 from fastserve_backend.engine.masks import MaskedJobs
 from fastserve_backend.engine.sent_work import SentWork
 from fastserve_backend.engine.serving_clock import ServingClock
-from fastserve_backend.grammars.messages import FromGrammars
+from fastserve_backend.grammars.messages import FromGrammars, TimeUsed
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.metrics.counters import EngineCounters
-from fastserve_backend.scheduler.base import Policy
+from fastserve_backend.scheduler.base import ChargesTenants, Policy
 
 
 class UnfinishedJobs:
@@ -111,7 +111,11 @@ class UnfinishedJobs:
         return True
 
     def on_mask_answer(self, answer: FromGrammars) -> None:
-        """Jobs have their masks, or have to end because there is none."""
+        """Jobs have their masks, or have to end because there is none; or a tenant pays for it."""
+        if isinstance(answer, TimeUsed):
+            if isinstance(self._policy, ChargesTenants):
+                self._policy.charge(answer.tenant, answer.seconds)
+            return
         for failed in self._masked.on_answer(answer):
             self.fail(failed.job, failed.error)
 

@@ -55,7 +55,7 @@ class Check:
         os.close(write_end)
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the fork has ended."""
+        """A pipe that the fork closes when it ends. It may be readable earlier."""
         return self._result
 
     def kill(self) -> None:

@@ -23,6 +23,7 @@ from fastserve_backend.grammars.messages import (
     FromGrammars,
     JobFailed,
     NewMasks,
+    TimeUsed,
     Vocabulary,
     from_grammars_decoder,
 )
@@ -65,7 +66,8 @@ class GrammarClient(HelperProcess[FromGrammars]):
     Args:
         vocabulary: called by the helper's thread for each process.
         on_answer: called by the helper's thread for each ``begin_job`` and accepted token of a job
-            that has not ended, also twice; must return at once.
+            that has not ended, also twice, and when a tenant has used processor time; must return
+            at once.
     """
 
     name = "the process of the grammars"
@@ -251,4 +253,6 @@ def _answered(message: FromGrammars) -> list[tuple[int, int | None]]:
     """Numbers of jobs, and for how many output tokens each has its answer; None: for all."""
     if isinstance(message, NewMasks):
         return [(mask.number, mask.num_tokens) for mask in message.masks]
+    if isinstance(message, TimeUsed):
+        return []
     return [(message.number, None)]

@@ -26,7 +26,7 @@ class BeginJob(msgspec.Struct, tag="begin", array_like=True):
     spells_specials: bool
     """Whether the job's special tokens have text, so that the grammar may allow them."""
     tenant: str
-    """Who pays for the check, if the grammar is not known yet."""
+    """Who pays for the masks, and for the check if the grammar is not known yet."""
 
 
 class AcceptTokens(msgspec.Struct, tag="accept", array_like=True):
@@ -73,8 +73,16 @@ class JobFailed(msgspec.Struct, tag="failed", array_like=True):
     reason: str
 
 
+class TimeUsed(msgspec.Struct, tag="used", array_like=True):
+    """A tenant's grammars have used processor time: for checks, compilations and masks."""
+
+    tenant: str
+    seconds: float
+    """Of the machine, since the message before: of one core, over the number of cores."""
+
+
 ToGrammars = Vocabulary | BeginJob | AcceptTokens | EndJob
-FromGrammars = NewMasks | GrammarRefused | JobFailed
+FromGrammars = NewMasks | GrammarRefused | JobFailed | TimeUsed
 
 to_grammars_decoder = msgspec.msgpack.Decoder(ToGrammars)
 from_grammars_decoder = msgspec.msgpack.Decoder(FromGrammars)

@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 
 from fastserve_backend.grammars.check import Check
 from fastserve_backend.grammars.check_queue import CheckQueue
+from fastserve_backend.grammars.compilation import Compilation, Compiled, compile_now
 from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept
 from fastserve_backend.grammars.messages import (
     AcceptTokens,
@@ -22,15 +23,22 @@ from fastserve_backend.grammars.messages import (
     JobFailed,
     Mask,
     NewMasks,
+    TimeUsed,
     ToGrammars,
     Vocabulary,
 )
+from fastserve_backend.system.cores import num_cores
 from fastserve_backend.system.packets import Packets
 
 # Compiled grammars that are kept: clients mostly send the same few again and again.
 _MAX_KNOWN = 64
 # Grammars that are checked at the same time: two of one tenant, so that quick ones pass a slow one.
 _MAX_CHECKS = 3
+# A grammar whose check has used no more processor time than this is compiled at once. Others get a
+# thread, and no check can start until it has ended.
+_QUICK_S = 0.02
+# The engine is told of a job's processor time when there is so much of it, not at each mask.
+_WORTH_TELLING_S = 0.001
 # Processor time for one mask; other jobs wait meanwhile, and at each token again. Schemas with
 # hundreds of properties take a tenth of it. Very ambiguous grammars would take ten times as much
 # before they exceed other limits.
@@ -44,6 +52,10 @@ _CHECK_DEADLINES_MS = 1000.0
 # How long a mask that is ready waits for others, to be sent with them.
 _MASKS_TOGETHER_S = 0.001
 
+# Events of a pipe that ``poll`` waits for. None but POLLHUP, which needs no naming: a fork writes
+# its verdict and then takes a while to end, in which nobody should wait for it.
+_ENDED = 0
+
 
 class _Grammar(NamedTuple):
     kind: str
@@ -54,6 +66,7 @@ class _Grammar(NamedTuple):
 @dataclass(slots=True)
 class _Job:
     number: int
+    tenant: str
     compiler: Compiler
     matcher: LLMatcher
     output_ids: array[int]
@@ -61,6 +74,8 @@ class _Job:
     num_tokens: int = 0
     resume_s: float = 0.0
     """Processor time for those of ``output_ids`` that are accepted."""
+    untold_s: float = 0.0
+    """Processor time that the engine does not know of."""
 
     def accept(self, token_id: int) -> None:
         """Raises GrammarError."""
@@ -103,8 +118,17 @@ class _StartedCheck(NamedTuple):
     check: Check
 
 
+class _Passed(NamedTuple):
+    """A grammar that has passed its check, and is not compiled yet."""
+
+    tenant: str
+    grammar: _Grammar
+    check_s: float
+    """Processor time of the check."""
+
+
 class GrammarLoop:
-    """Serves one engine. The process has a single thread, because it forks.
+    """Serves one engine. The process forks only while it has a single thread.
 
     Args:
         engine: the connection to the engine; the loop ends when the engine closes it.
@@ -120,10 +144,14 @@ class GrammarLoop:
         """Jobs that have not accepted all output with which they begin."""
         self._known: OrderedDict[_Grammar, LLMatcher | str] = OrderedDict()
         """Grammars used last: the matcher to copy, or the reason why there is none."""
-        self._waiting: dict[_Grammar, dict[int, bytes]] = {}
-        """Jobs that wait for a grammar to be checked: numbers, and the tokens that they have."""
+        self._waiting: dict[_Grammar, list[BeginJob]] = {}
+        """Jobs that wait for a grammar to be checked and compiled."""
         self._unchecked: CheckQueue[_Grammar] = CheckQueue(_MAX_CHECKS)
         self._checks: dict[int, _StartedCheck] = {}
+        self._passed: deque[_Passed] = deque()
+        """Slow grammars. The first one is being compiled if there is a ``_compilation``."""
+        self._compilation: Compilation | None = None
+        self._num_cores = num_cores()
 
     def run(self) -> None:
         """Raises OSError: the engine is gone."""
@@ -131,16 +159,22 @@ class GrammarLoop:
             poller = select.poll()
             poller.register(self._engine, self._engine.events)
             for fileno in self._checks:
-                poller.register(fileno, select.POLLIN)
+                poller.register(fileno, _ENDED)
+            if self._compilation is not None:
+                poller.register(self._compilation, _ENDED)
             timeout_ms = 0 if self._resuming else _CHECK_DEADLINES_MS if self._checks else None
             ready = {fileno for fileno, _ in poller.poll(timeout_ms)}
             if self._engine.fileno() in ready:
                 self._engine.flush()
                 for message in self._engine.receive():
                     self._take(message)
+            # What starts meanwhile may get the number of a descriptor that was ready.
             ended = ready & self._checks.keys()
-            if ended:  # one, because compiling it may keep the jobs that go on waiting
-                self._end_check(min(ended, key=lambda fileno: self._checks[fileno].check.due_s))
+            compilation = self._compilation
+            if compilation is not None and compilation.fileno() in ready:
+                self._end_compilation(compilation)
+            for fileno in ended:
+                self._end_check(fileno)
             now = time.monotonic()
             for _, _, check in self._checks.values():
                 if now > check.due_s:
@@ -156,8 +190,8 @@ class GrammarLoop:
         elif isinstance(message, EndJob):
             self._jobs.pop(message.number, None)
             self._resuming = deque(job for job in self._resuming if job.number != message.number)
-            for jobs in self._waiting.values():
-                jobs.pop(message.number, None)
+            for grammar, jobs in self._waiting.items():
+                self._waiting[grammar] = [one for one in jobs if one.number != message.number]
         else:
             assert isinstance(message, Vocabulary)
             self._vocabulary = message
@@ -168,15 +202,17 @@ class GrammarLoop:
         grammar = _Grammar(begin.kind, begin.text, begin.spells_specials)
         if grammar in self._known:
             self._known.move_to_end(grammar)
-            self._start(begin.number, begin.output_ids, grammar)
+            self._start(begin, grammar)
         elif grammar in self._waiting:
-            self._waiting[grammar][begin.number] = begin.output_ids
+            self._waiting[grammar].append(begin)
         else:
-            self._waiting[grammar] = {begin.number: begin.output_ids}
+            self._waiting[grammar] = [begin]
             self._unchecked.add(begin.tenant, grammar)
             self._start_checks()
 
     def _start_checks(self) -> None:
+        if self._compilation is not None:
+            return
         while (following := self._unchecked.start_next()) is not None:
             tenant, grammar = following
             if self._waiting[grammar]:
@@ -190,19 +226,39 @@ class GrammarLoop:
     def _end_check(self, fileno: int) -> None:
         tenant, grammar, check = self._checks.pop(fileno)
         reason, used_s = check.wait()
-        compiles_s = time.thread_time()
-        try:
+        passed = _Passed(tenant, grammar, used_s)
+        if reason is not None:
+            self._on_compiled(passed, Compiled(reason, 0.0))
+        elif used_s <= _QUICK_S:
             compiler = self._compiler(spells_specials=grammar.spells_specials)
-            known = compiler.compile(grammar.kind, grammar.text) if reason is None else reason
-        except GrammarError as error:
-            known = str(error)
-        self._unchecked.on_end(tenant, used_s + time.thread_time() - compiles_s)
-        self._known[grammar] = known
+            self._on_compiled(passed, compile_now(compiler, grammar.kind, grammar.text))
+        else:
+            self._passed.append(passed)
+        self._go_on()
+
+    def _end_compilation(self, compilation: Compilation) -> None:
+        self._compilation = None
+        self._on_compiled(self._passed.popleft(), compilation.wait())
+        self._go_on()
+
+    def _on_compiled(self, passed: _Passed, compiled: Compiled) -> None:
+        """A grammar is known from now on, and its jobs start."""
+        tenant, grammar, check_s = passed
+        self._unchecked.on_end(tenant, check_s + compiled.used_s)
+        self._tell(tenant, check_s + compiled.used_s)
+        self._known[grammar] = compiled.known
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
-        for number, output_ids in self._waiting.pop(grammar).items():
-            self._start(number, output_ids, grammar)
+        for begin in self._waiting.pop(grammar):
+            self._start(begin, grammar)
+
+    def _go_on(self) -> None:
+        """Start checks before the next compilation, during which none can start."""
         self._start_checks()
+        if self._passed and self._compilation is None:
+            grammar = self._passed[0].grammar
+            compiler = self._compiler(spells_specials=grammar.spells_specials)
+            self._compilation = Compilation(compiler, grammar.kind, grammar.text)
 
     def _compiler(self, *, spells_specials: bool) -> Compiler:
         compiler = self._compilers.get(spells_specials)
@@ -215,16 +271,22 @@ class GrammarLoop:
             self._compilers[spells_specials] = compiler
         return compiler
 
-    def _start(self, number: int, output_ids: bytes, grammar: _Grammar) -> None:
+    def _start(self, begin: BeginJob, grammar: _Grammar) -> None:
         """Start a job whose grammar is known."""
         known = self._known[grammar]
         if isinstance(known, str):
-            self._engine.send(GrammarRefused(number, known))
+            self._engine.send(GrammarRefused(begin.number, known))
             return
         compiler = self._compiler(spells_specials=grammar.spells_specials)
-        self._resume(_Job(number, compiler, known.deep_copy(), array("i", output_ids)))
+        output_ids = array("i", begin.output_ids)
+        self._resume(_Job(begin.number, begin.tenant, compiler, known.deep_copy(), output_ids))
 
     def _resume(self, job: _Job) -> None:
+        started_s = time.thread_time()
+        self._take_slice(job)
+        self._charge(job, time.thread_time() - started_s)
+
+    def _take_slice(self, job: _Job) -> None:
         try:
             if not job.resume():
                 self._resuming.append(job)
@@ -250,12 +312,15 @@ class GrammarLoop:
             job = self._jobs.get(number)
             if job is None:
                 continue  # it has failed
+            started_s = time.thread_time()
             try:
                 mask = job.mask_after(token_id)
             except GrammarError as error:
                 del self._jobs[number]
                 self._engine.send(JobFailed(number, str(error)))
                 continue
+            finally:
+                self._charge(job, time.thread_time() - started_s)
             now = time.monotonic()
             if masks and now - oldest_s > _MASKS_TOGETHER_S:
                 self._engine.send(NewMasks(masks))
@@ -265,3 +330,13 @@ class GrammarLoop:
             masks.append(mask)
         if masks:
             self._engine.send(NewMasks(masks))
+
+    def _charge(self, job: _Job, used_s: float) -> None:
+        """The job has used processor time, which the engine learns."""
+        job.untold_s += used_s
+        if job.untold_s >= _WORTH_TELLING_S:
+            self._tell(job.tenant, job.untold_s)
+            job.untold_s = 0.0
+
+    def _tell(self, tenant: str, core_s: float) -> None:
+        self._engine.send(TimeUsed(tenant, core_s / self._num_cores))

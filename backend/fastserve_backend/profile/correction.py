@@ -52,6 +52,9 @@ class CorrectedLatency(LatencyModel):
     def iteration_s(self, load: IterationLoad) -> float:
         return self._ratio(load).value * self.model.iteration_s(load)
 
+    def score_s(self, num_tokens: int) -> float:
+        return self._prefill.value * self.model.score_s(num_tokens)
+
     def observe(self, load: IterationLoad, elapsed_s: float) -> bool:
         """Learn that an iteration took ``elapsed_s``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastserve_backend.rank_protocol.messages import Step
 
@@ -50,10 +50,6 @@ class IterationLoad:
         )
 
 
-# The cost of a prompt token is that in a prefill of so many, where no fixed cost counts much.
-_MANY_TOKENS = 256
-
-
 class LatencyModel(ABC):
     """Predicts iteration times: the job profiler of FastServe §4.1."""
 
@@ -80,9 +76,10 @@ class LatencyModel(ABC):
     def score_s(self, num_tokens: int) -> float:
         """Seconds that the log-probabilities of so many prompt tokens take, beside the tokens.
 
-        No profile measures it. It counts as much as the tokens, which is about right for a small
-        model with a large vocabulary, and too much for a large model. It is not learned while
-        serving: beside other processes, what an iteration takes longer for other reasons would
-        count as their cost, and chunks would shrink without end.
+        Here they are as many more rows through the LM head. A measured profile knows better. They
+        are not learned while serving: beside other processes, what an iteration takes longer for
+        other reasons would count as their cost, and chunks would shrink without end.
         """
-        return num_tokens * self.prefill_s(_MANY_TOKENS) / _MANY_TOKENS
+        plain = IterationLoad.of([(0, num_tokens, True)])
+        scored = replace(plain, num_sampled=num_tokens + 1)
+        return self.iteration_s(scored) - self.iteration_s(plain)

@@ -22,7 +22,7 @@ from fastserve_backend.system.atomic_file import write_atomically
 
 # A fit through noise may predict zero or less, and a zero quantum would break the queues.
 MIN_ITERATION_S = 1e-6
-_FORMAT = 5
+_FORMAT = 6
 
 # Fields of a model's configuration that iteration times do not depend on, or that a profile has as
 # fields of its own.
@@ -163,6 +163,8 @@ class LatencyProfile(LatencyModel):
     """Seconds for each pair of a prompt's token and a position that it attends to."""
     experts_s: float = 0.0
     """Seconds to read all experts of a mixture."""
+    scored_token_s: float = 0.0
+    """Seconds for the log-probabilities of a prompt's token, beside the token."""
     max_seqs: int = 0
     """Most jobs in a measured batch."""
     max_prefill_tokens: int = 0
@@ -173,7 +175,13 @@ class LatencyProfile(LatencyModel):
 
     def __post_init__(self) -> None:
         """Raises ValueError: a coefficient is negative or not finite."""
-        _check_coefficients(self.base_s, self.decode_context_s, self.prefill_pair_s, self.experts_s)
+        _check_coefficients(
+            self.base_s,
+            self.decode_context_s,
+            self.prefill_pair_s,
+            self.experts_s,
+            self.scored_token_s,
+        )
         object.__setattr__(self, "_unchosen_share", self.identity.unchosen_share)
         object.__setattr__(self, "num_stages", self.identity.pipeline_parallel_size)
 
@@ -188,6 +196,9 @@ class LatencyProfile(LatencyModel):
             + self.prefill_pair_s * load.prefill_pairs
         )
         return value if value > MIN_ITERATION_S else MIN_ITERATION_S
+
+    def score_s(self, num_tokens: int) -> float:
+        return self.scored_token_s * num_tokens
 
     def require(self, model: ModelConfig, parallel: ParallelSection, block_size: int) -> None:
         """Raises ConfigError: this was measured with another shape, ``parallel`` or block size."""

@@ -18,7 +18,8 @@ from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits, Mix, brief_grid, full_grid, random_mixes
 from fastserve_backend.profile.timings import Timing, do_scatter, shortest_seconds, show_load
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.rank_protocol.messages import Ready, Step
+from fastserve_backend.rank_protocol.messages import PromptRows, Ready, Step
+from fastserve_backend.sampling_params import MAX_LOGPROBS
 
 # Of a step, others leave the ranks at least this share. The counts of Linux are not exact.
 _LEAST_SHARE = 0.02
@@ -42,6 +43,11 @@ _WARM_UP_SHARE = 0.3
 _BRIEF_MIXES = 4
 _FULL_MIXES = 16
 _HELD_OUT_MIXES = 24
+# A prompt's log-probabilities are measured with so many tokens, where no fixed cost counts much, or
+# with fewer if that takes too long. The prompt runs so often with them, and as often without.
+_MOST_SCORED, _LEAST_SCORED = 256, 16
+_SCORED_ROUNDS = 3
+_SCORED_SHARE = 0.2
 # As in serving, this much KV does not fit in a processor's caches. It is written in a few seconds.
 _KV_TOKENS = 8192
 _SEED = 17
@@ -108,7 +114,8 @@ def measure_briefly(ranks: ReadyRanks) -> LatencyProfile:
     budget_s = min(max(_BRIEF_DECODES * decode_s, MIN_BRIEF_BUDGET_S), MAX_BRIEF_BUDGET_S)
     longest_s = max(MAX_BRIEF_BUDGET_S, BUSY_PATIENCE * budget_s)
     times = timer.times(mixes, budget_s, longest_s, lambda share: None)
-    return _fit(ranks, _samples(mixes, times.seconds), busy=times.busy)
+    profile = _fit(ranks, _samples(mixes, times.seconds), busy=times.busy)
+    return _with_scores(profile, timer, limits, _SCORED_SHARE * budget_s)
 
 
 def measure_fully(ranks: ReadyRanks, progress: Progress) -> Measurement:
@@ -117,8 +124,10 @@ def measure_fully(ranks: ReadyRanks, progress: Progress) -> Measurement:
     held_out = random_mixes(limits, _HELD_OUT_MIXES, rng)
     training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
     mixes = training + held_out
-    times = _StepTimer(ranks).times(mixes, FULL_BUDGET_S, FULL_BUDGET_S, progress)
+    timer = _StepTimer(ranks)
+    times = timer.times(mixes, FULL_BUDGET_S, FULL_BUDGET_S, progress)
     profile = _fit(ranks, _samples(training, times.seconds), busy=times.busy)
+    profile = _with_scores(profile, timer, limits, _SCORED_SHARE * FULL_BUDGET_S)
     tests = _samples(held_out, times.seconds[len(training) :])
     error = mean_error(profile, tests) if tests else None
     return Measurement(replace(profile, held_out_error=error), tests)
@@ -132,6 +141,24 @@ def _fit(ranks: ReadyRanks, samples: Sequence[Sample], *, busy: bool) -> Latency
         max_prefill_tokens=limits.max_prefill_tokens,
         busy=busy,
     )
+
+
+def _with_scores(
+    profile: LatencyProfile, timer: _StepTimer, limits: Limits, budget_s: float
+) -> LatencyProfile:
+    """Measure what the log-probabilities of prompts take, in about ``budget_s``.
+
+    What counts is their share of a prompt's own time, and the profile says how long that is. So
+    both are equally wrong if they are measured on a busy machine.
+    """
+    num_tokens = min(_MOST_SCORED, limits.max_prefill_tokens)
+    # With their log-probabilities, prompts are taken to last twice as long.
+    while num_tokens > _LEAST_SCORED and 3 * profile.prefill_s(num_tokens) > budget_s:
+        num_tokens //= 2
+    if num_tokens < 2:
+        return profile  # no prompt has a second token
+    scores_s = timer.scores_share(num_tokens, budget_s) * profile.prefill_s(num_tokens)
+    return replace(profile, scored_token_s=scores_s / (num_tokens - 1))
 
 
 def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample]:
@@ -220,9 +247,33 @@ class _StepTimer:
             rng.shuffle(order)
             yield from order
 
-    def time(self, mix: Mix, number: int = 0) -> Timing:
-        """Run one step of this mix."""
+    def scores_share(self, num_tokens: int, budget_s: float) -> float:
+        """By what share of its own time a prompt takes longer with log-probabilities.
+
+        Args:
+            budget_s: when to stop, once it is known.
+        """
+        mix = ((0, num_tokens, True),)
+        started_s = self._now()
+        self.time(mix, scores=True)  # the first step is slower than those after it
+        timings: list[Timing] = []
+        for _ in range(_SCORED_ROUNDS):
+            timings += [self.time(mix, number, scores=number == 1) for number in (0, 1)]
+            if self._now() - started_s > budget_s:
+                break
+        shortest_s = shortest_seconds(timings)
+        return max(0.0, shortest_s[1] / shortest_s[0] - 1)
+
+    def time(self, mix: Mix, number: int = 0, *, scores: bool = False) -> Timing:
+        """Run one step of this mix.
+
+        Args:
+            scores: also compute the log-probabilities of its first job's tokens but the first.
+        """
         step = self._step(mix)
+        if scores:
+            wanted = step.token_ids[4 : 4 * mix[0][1]]
+            step.prompt_rows = [PromptRows(0, 0, wanted, MAX_LOGPROBS)]
         self._waited_s(0.0)  # waits before the step do not count
         started_s = self._now()
         self._executor.submit(step)

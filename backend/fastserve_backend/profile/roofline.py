@@ -50,6 +50,10 @@ ITERATION_OVERHEAD_S = 2e-3
 
 _FLOPS_PER_WEIGHT = 2  # multiply and add
 _FLOPS_PER_PAIR = 4  # per channel: multiply and add, for the score and for the value
+# What the log-probabilities of a prompt do with logits in float32: they are written, and read for
+# the softmax (three times, and written), for the rank and for the most likely tokens.
+_LOGIT_BYTES = 4
+_LOGIT_PASSES = 7
 _ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward block (Megatron)
 
 
@@ -120,6 +124,7 @@ class Roofline(LatencyModel):
         self._experts_read_s = experts * element_bytes / hbm
         self._head_token_s = head * _FLOPS_PER_WEIGHT / linear_flops
         self._head_read_s = head * element_bytes / hbm
+        self._logits_token_s = model.vocab_size * _LOGIT_BYTES * _LOGIT_PASSES / hbm
         position_bytes = model.kv_bytes_per_block(1) // model.kv_depth
         channels = model.num_heads * model.head_dim
         # For each window, and None: (seconds a position, seconds a pair) in all layers with it.
@@ -175,6 +180,10 @@ class Roofline(LatencyModel):
             pairs = min(load.prefill_pairs, window * (tokens - load.num_decodes))
             seconds += position_s * positions + pair_s * pairs
         return seconds
+
+    def score_s(self, num_tokens: int) -> float:
+        head_s = max(self._head_read_s, self._head_token_s * num_tokens)
+        return head_s + self._logits_token_s * num_tokens
 
     def swap_s(self, num_bytes: int) -> float:
         """Seconds to move ``num_bytes`` of KV between devices and host, in one direction.

@@ -185,6 +185,10 @@ class PromptRows(msgspec.Struct, array_like=True):
     num_top: int
     """How many of the most likely tokens of each row to return."""
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids) // 4
+
 
 class Step(msgspec.Struct, tag="step", array_like=True):
     """One step of S jobs with T tokens. R = S - num_partial jobs get a new token.

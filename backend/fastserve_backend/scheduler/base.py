@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, OfferOutcome
@@ -297,6 +297,15 @@ class Policy(Protocol):
 
     def describe(self) -> str:
         """Name and derived parameters, as one line for the log."""
+        ...
+
+
+@runtime_checkable
+class ChargesTenants(Protocol):
+    """A policy that divides the machine among tenants."""
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """The tenant has used the machine for so long, beside the tokens of its jobs."""
         ...
 
 

@@ -41,7 +41,11 @@ def batch_limits(
 
 
 def scored_chunks(limits: BatchLimits, times: IterationTimes) -> dict[int, int]:
-    """``BatchLimits.scored_chunks`` for all sizes that the limits allow."""
+    """``BatchLimits.scored_chunks`` for all sizes that the limits allow.
+
+    Such a chunk may take as long as the smallest automatic one. Otherwise a small chunk, or a
+    profile from a busy machine, would leave it a single token.
+    """
     if limits.prefill_chunk_tokens is None:
         return {}
     sizes = limits.chunk_sizes.seconds if limits.chunk_sizes else (limits.prefill_chunk_tokens,)
@@ -49,7 +53,8 @@ def scored_chunks(limits: BatchLimits, times: IterationTimes) -> dict[int, int]:
     def scored_s(num_tokens: int) -> float:
         return times.prefill_s(num_tokens) + times.score_s(num_tokens)
 
-    return {size: _largest(size, scored_s, times.prefill_s(size)) for size in sizes}
+    least_s = _KNEE_DECODES * times.decode_s(1)
+    return {size: _largest(size, scored_s, max(least_s, times.prefill_s(size))) for size in sizes}
 
 
 def _limits(

@@ -169,6 +169,17 @@ class FairShares:
             ahead = self._ahead.items()
             self._ahead = {name: has for name, has in ahead if has > self._forgot_up_to}
 
+    def charge(self, tenant: str, seconds: float) -> None:
+        """As of ``ChargesTenants``. It counts like the time of tokens, and is remembered if the
+        tenant has no jobs by now."""
+        rounds = seconds / self._round_s
+        if tenant in self._tenants:
+            if self._alone() is None:  # else its counter is compared with none
+                self._charge(self._tenants[tenant], rounds)
+        elif self._tenants:
+            counter = max(self._ahead.get(tenant, 0.0), self._order.earliest_round)
+            self._ahead[tenant] = counter + rounds / self._weights.get(tenant, 1.0)
+
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         if len(self._tenants) == 1:
             next(iter(self._tenants.values())).policy.on_iteration_finished(ran, now)

@@ -9,7 +9,13 @@ from itertools import chain
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import NextRunEstimate
-from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled, summed_level_sizes
+from fastserve_backend.scheduler.base import (
+    BatchLimits,
+    ChargesTenants,
+    Policy,
+    Scheduled,
+    summed_level_sizes,
+)
 from fastserve_backend.scheduler.promotion import Promotion
 from fastserve_backend.scheduler.walk import Walk
 
@@ -135,6 +141,12 @@ class PriorityClasses:
             self._across.on_iteration_finished([job for job, _ in ran], now)
         for policy, ran_here in self._by_policy(ran):
             policy.on_iteration_finished(ran_here, now)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """As of ``ChargesTenants``, whatever the priority: it was no job's time."""
+        for one in self._classes:
+            if isinstance(one.policy, ChargesTenants):
+                one.policy.charge(tenant, seconds)
 
     def on_predicted(self, job: Job) -> None:
         self._policy_of(job).on_predicted(job)

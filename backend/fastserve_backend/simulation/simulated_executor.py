@@ -59,6 +59,8 @@ class SimulatedExecutor:
     def submit(self, step: Step) -> None:
         load = IterationLoad.of_step(step)
         total_s = self._model.iteration_s(load)
+        if step.prompt_rows:
+            total_s += self._model.score_s(sum(one.num_rows for one in step.prompt_rows))
         stage_s = total_s / len(self._stage_free_s)
         end_s, waited_s = self._clock.now(), 0.0
         for stage, free_s in enumerate(self._stage_free_s):

@@ -1,32 +1,17 @@
-"""The cores that a host, or its container, leaves to its ranks, and which one a thread keeps."""
+"""The threads of ranks, and which core each one keeps."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-# Read before torch is imported: its OpenMP may then bind this thread to one core (OMP_PROC_BIND).
-_ALLOWED = sorted(os.sched_getaffinity(0))
-_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")  # of control groups of version 2
+from fastserve_backend.system.cores import ALLOWED_CORES, num_cores
+
 # A third of three cores is one core, whatever the last bit of a float says.
 _ROUNDING = 1e-6
 _BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 _log = logging.getLogger(__name__)
-
-
-def num_cores(quota_file: Path = _QUOTA_FILE) -> int:
-    """The cores that this process may use, or fewer if its container may use less CPU time. More
-    threads than that would take time from each other while they wait."""
-    try:
-        quota_us, period_us = quota_file.read_text(encoding="ascii").split()
-    except OSError:
-        return len(_ALLOWED)
-    if quota_us == "max":
-        return len(_ALLOWED)
-    return min(len(_ALLOWED), math.ceil(int(quota_us) / int(period_us)))
 
 
 def num_threads(host_share: float, num_local_ranks: int) -> int:
@@ -35,7 +20,7 @@ def num_threads(host_share: float, num_local_ranks: int) -> int:
 
 
 def cores_to_keep(
-    num_threads: int, local_rank: int, num_local_ranks: int, allowed: Sequence[int] = _ALLOWED
+    num_threads: int, local_rank: int, num_local_ranks: int, allowed: Sequence[int] = ALLOWED_CORES
 ) -> Sequence[int]:
     """A core for each thread of a rank, if the threads of all ranks of this host take all cores.
     Empty: it is better that Linux chooses, as a thread can then go to a core that is free."""

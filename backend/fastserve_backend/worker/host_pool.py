@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.worker.cores import num_cores
+from fastserve_backend.system.cores import num_cores
 from fastserve_backend.worker.host_limits import host_memory
 
 _GIB = 2**30

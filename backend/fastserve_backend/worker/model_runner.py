@@ -144,9 +144,10 @@ class ModelRunner:
             self._pipeline.send(output.hidden)
         elif step.prompt_rows:
             hidden = self._hidden_states(inputs, received)
-            prompts = score_prompts(hidden, step.prompt_rows, self._model.logits, self._vocab_size)
-            output = StepOutput(logits=self._model.logits(hidden, inputs.sampled))
-            tokens = self._sample(output, step, inputs)
+            prompts, logits = score_prompts(
+                hidden, step.prompt_rows, inputs.sampled, self._model.logits, self._vocab_size
+            )
+            tokens = self._sample(StepOutput(logits=logits), step, inputs)
         else:
             output = self._run_model(inputs, received, is_greedy=step.sampling is None)
             tokens = self._sample(output, step, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class ScoredPrompts:
     def on_host(self) -> list[PromptScores]:
         """Call this only when the device has finished."""
         logprobs, ranks, top_ids, top_logprobs = (one.numpy() for one in self._on_host)
-        ends = np.cumsum([0, *map(_num_rows, self._asked)])
+        ends = np.cumsum([0, *(one.num_rows for one in self._asked)])
         return [
             PromptScores(
                 logprobs[begin:end].tobytes(),
@@ -53,37 +54,56 @@ class ScoredPrompts:
         ]
 
 
+class StepScores(NamedTuple):
+    """What a step that scores prompts computes of its hidden states."""
+
+    prompts: ScoredPrompts | None
+    """None on ranks that get no logits."""
+    sampled: Tensor | None
+    """Logits of the rows that get a token, [R, vocab]. None if there are no such rows, and on ranks
+    that get no logits."""
+
+
 def score_prompts(
     hidden: Tensor,
     asked: Sequence[PromptRows],
+    sampled: Tensor,
     logits_of: Callable[[Tensor], Tensor | None],
     vocab_size: int,
-) -> ScoredPrompts | None:
-    """None on ranks that get no logits. All ranks of the last stage must call this.
+) -> StepScores:
+    """All ranks of the last stage must call this.
 
     Args:
         hidden: the last stage's hidden states, [T, width].
         asked: at least one.
+        sampled: int64 [R], the rows that get a token. The LM head is read for them and for the
+            first rows of prompts together, because reading it takes longest in a small step.
         logits_of: the model's: hidden states [R, width] -> logits [R, vocab] of any float type.
     """
     uploads = Uploads(hidden.device)
-    rows = [np.arange(one.first_row, one.first_row + _num_rows(one)) for one in asked]
+    rows = [np.arange(one.first_row, one.first_row + one.num_rows) for one in asked]
     index = uploads.bring(np.concatenate(rows))
     token_ids = np.frombuffer(b"".join(one.token_ids for one in asked), dtype=np.int32)
     targets = uploads.bring(token_ids.astype(np.int64))
     num_top = max(one.num_top for one in asked)
     rows_at_once = max(1, MOST_LOGITS // vocab_size)
+    num_sampled = len(sampled)
+    num_first = min(max(0, rows_at_once - num_sampled), len(index))
+    first_rows = torch.cat([sampled, index[:num_first]])
+    first = logits_of(ops.lookup_rows(hidden, first_rows)) if len(first_rows) else None
+    sampled_logits = None if first is None or not num_sampled else first[:num_sampled]
     parts = []
-    for some, some_targets in zip(
-        index.split(rows_at_once), targets.split(rows_at_once), strict=True
-    ):
-        logits = logits_of(ops.lookup_rows(hidden, some))
+    if first is not None and num_first:
+        parts.append(_scores(first[num_sampled:], targets[:num_first], num_top))
+    for begin in range(num_first, len(index), rows_at_once):
+        some = slice(begin, begin + rows_at_once)
+        logits = logits_of(ops.lookup_rows(hidden, index[some]))
         if logits is not None:
-            parts.append(_scores(logits, some_targets, num_top))
+            parts.append(_scores(logits, targets[some], num_top))
     if not parts:
-        return None
+        return StepScores(None, sampled_logits)
     scores = [torch.cat(of_parts) for of_parts in zip(*parts, strict=True)]
-    return ScoredPrompts(asked, scores, uploads)
+    return StepScores(ScoredPrompts(asked, scores, uploads), sampled_logits)
 
 
 def _scores(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
@@ -92,7 +112,3 @@ def _scores(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ..
     ranks = (logprobs > own[:, None]).sum(dim=-1) + 1
     top_logprobs, top_ids = torch.topk(logprobs, num_top)
     return own, ranks.int(), top_ids.int(), top_logprobs
-
-
-def _num_rows(asked: PromptRows) -> int:
-    return len(asked.token_ids) // np.dtype(np.int32).itemsize

@@ -84,8 +84,8 @@ def run_largest_step(
         return
     assert hidden is not None
     all_rows = PromptRows(job=0, first_row=0, token_ids=bytes(4 * len(hidden)), num_top=1)
-    score_prompts(hidden, [all_rows], model.logits, config.vocab_size)
-    logits = model.logits(hidden, tensors.sampled)
+    vocab_size = config.vocab_size
+    _, logits = score_prompts(hidden, [all_rows], tensors.sampled, model.logits, vocab_size)
     if logits is not None:
         costliest = _costliest_sampling(limits.max_jobs, config.vocab_size)
         # On a GPU this compiles the kernels that choose from logits of the model's type, and those

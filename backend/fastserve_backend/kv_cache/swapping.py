@@ -9,7 +9,7 @@ from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.holders import Holders, RoundState
-from fastserve_backend.kv_cache.prefixes import PrefixHit, Prefixes
+from fastserve_backend.kv_cache.prefixes import Prefixes, PrefixHit
 from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.kv_cache.transfers import TransferKind

@@ -47,7 +47,7 @@ class DiskTier:
         self._unwritten: OrderedDict[int, _Unwritten] = OrderedDict()
         self.num_unwritten = 0
         """Host blocks of KV that is on the host alone and is to be written, or being written."""
-        self._saved: OrderedDict[int, int] = OrderedDict()  # job → tokens, the oldest first
+        self._saved: dict[int, int] = {}  # job → tokens
         self._unfinished: dict[int, DiskTransfer] = {}  # by id
         self._wanted: dict[int, DiskTransfer] = {}  # by job
 
@@ -62,11 +62,6 @@ class DiskTier:
     def transfer(self, job_number: int) -> DiskTransfer | None:
         """The job's unfinished transfer."""
         return self._wanted.get(job_number)
-
-    @property
-    def oldest(self) -> int | None:
-        """The job that has had slots for the longest time, and no transfer."""
-        return next(iter(self._saved), None)
 
     def add(self, job_number: int, num_tokens: int) -> None:
         """The KV of the job's first ``num_tokens`` tokens is on the host alone from now on. It is

@@ -8,18 +8,20 @@ gets the KV of the tokens that both begin with, as soon as that is on the device
 then on the turn is like a preempted job: it keeps its KV or is swapped as the policy wants.
 
 KV of the session that paused last is held longest. Pauses have long tails: a session that has
-paused for long will probably pause for long still. So the least recent KV is worth least.
+paused for long will probably pause for long still. So the least recent KV is worth least. Of
+several tenants, the one that has most gives way first.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
+from fastserve_backend.kv_cache.held_turns import HeldTurn, HeldTurns
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.session_history import SessionHistory, SessionKey
@@ -42,16 +44,6 @@ _LONGEST_READ_S = 2.0
 # blocks than it needs.
 _LEAST_SHARE = 0.5
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _HeldTurn:
-    """An ended job whose KV is held."""
-
-    key: SessionKey
-    job: Job
-    num_tokens: int  # whose KV is held
-    since_s: float
 
 
 class HeldSessions:
@@ -84,11 +76,11 @@ class HeldSessions:
         self._is_on = config.strategy != "defer"
         self._swaps_are_lossy = config.swaps_are_lossy
         # All in order of their ends, the least recent first.
-        self._turns: OrderedDict[SessionKey, _HeldTurn] = OrderedDict()
-        self._on_device: OrderedDict[int, _HeldTurn] = OrderedDict()
-        self._uncopied: OrderedDict[int, _HeldTurn] = OrderedDict()  # not all of it on the host
-        self._on_host: OrderedDict[int, _HeldTurn] = OrderedDict()  # and not on the device
-        self._on_disk: dict[int, _HeldTurn] = {}  # alone, also during a read
+        self._turns: OrderedDict[SessionKey, HeldTurn] = OrderedDict()
+        self._uncopied: OrderedDict[int, HeldTurn] = OrderedDict()  # not all of it on the host
+        self._on_device, self._on_host = HeldTurns(), HeldTurns()  # on the host, not on the device
+        self._on_disk: dict[int, HeldTurn] = {}  # alone, also during a read
+        self._with_slots = HeldTurns()  # on the disk too, and not being read
         self._reads: list[DiskTransfer] = []  # not sent to the ranks yet
         self._arriving: dict[int, Job] = {}
         self.arriving = self._arriving.keys()
@@ -128,9 +120,10 @@ class HeldSessions:
         self._holders.remove(job)
         self._tiers.hold(job.number)
         # Without what would keep the client's stream alive.
-        turn = self._turns[key] = _HeldTurn(key, replace(job, sink=None), num_tokens, now)
+        turn = self._turns[key] = HeldTurn(key, replace(job, sink=None), num_tokens, now)
         if is_on_device:
-            self._on_device[job.number] = self._uncopied[job.number] = turn
+            self._on_device.add(turn)
+            self._uncopied[job.number] = turn
         else:
             self._hold_on_host(turn)
         return True
@@ -184,7 +177,7 @@ class HeldSessions:
         self._counters.session_hit_tokens += num_tokens
         self._counters.session_miss_tokens += len(job.prompt_ids) - num_tokens
 
-    def _hand_over(self, turn: _HeldTurn, job: Job, num_tokens: int) -> None:
+    def _hand_over(self, turn: HeldTurn, job: Job, num_tokens: int) -> None:
         self._forget(turn)
         self._prefixes.forget(turn.job)
         is_on_device = self._tiers.device.num_held(turn.job.number) > 0
@@ -205,19 +198,20 @@ class HeldSessions:
 
     def free_device(self, num_blocks: int) -> None:
         """Make ``num_blocks`` blocks of the device free, or as many as possible."""
-        for number, turn in list(self._on_device.items()):
+        for turn in self._on_device.leaving_order():
             if self._tiers.device.num_free >= num_blocks:
                 return
-            if self._tiers.is_idle(number):
+            if self._tiers.is_idle(turn.job.number):
                 self._leave_device(turn)
 
     def free_host(self, num_blocks: int) -> None:
         """Make ``num_blocks`` blocks of the host free, or as many as possible."""
         self._free_host_alone(num_blocks)
         host = self._tiers.host
-        for number, turn in self._on_device.items():
+        for turn in self._on_device.leaving_order():
             if host.num_free >= num_blocks:
                 return
+            number = turn.job.number
             if host.num_held(number) and self._tiers.transfer(number) is None:
                 self._tiers.forget_host(number)
                 self._uncopied[number] = turn
@@ -225,43 +219,43 @@ class HeldSessions:
     def _free_host_alone(self, num_blocks: int) -> None:
         """Free blocks of KV that is not on the device; last of all what the disk is to get."""
         for is_unwritten in (False, True):
-            for number, turn in list(self._on_host.items()):
+            for turn in self._on_host.leaving_order():
                 if self._tiers.host.num_free >= num_blocks:
                     return
-                if self._disk.is_unwritten(number) is is_unwritten:
+                if self._disk.is_unwritten(turn.job.number) is is_unwritten:
                     self._leave_host(turn)
 
-    def _leave_host(self, turn: _HeldTurn) -> None:
+    def _leave_host(self, turn: HeldTurn) -> None:
         """Free the host's blocks of KV that is not on the device; what the disk has is held on."""
         number = turn.job.number
         if not self._disk.has(number):
             self._give_up(turn)
             return
         self._tiers.forget_host(number)
-        self._on_disk[number] = self._on_host.pop(number)
+        self._on_host.pop(number)
+        self._on_disk[number] = turn
 
-    def _leave_device(self, turn: _HeldTurn) -> None:
+    def _leave_device(self, turn: HeldTurn) -> None:
         """Free the turn's device blocks; what the host has is held on."""
         number = turn.job.number
         num_saved = self._tiers.num_saved(number)
         if num_saved == 0 or (num_saved < turn.num_tokens and self._tiers.has_windows):
             self._give_up(turn)
             return
+        self._on_device.pop(number)
         turn.num_tokens = min(turn.num_tokens, num_saved)
         self._prefixes.before_leaving(turn.job)
         turn.job.num_swaps += 1
         self._tiers.leave_device(number)
-        del self._on_device[number]
         self._uncopied.pop(number, None)
         self._hold_on_host(turn)
 
-    def _hold_on_host(self, turn: _HeldTurn) -> None:
+    def _hold_on_host(self, turn: HeldTurn) -> None:
         """The turn's KV is on the host alone from now on."""
-        number = turn.job.number
-        self._on_host[number] = turn
-        self._disk.add(number, self._tiers.num_saved(number))
+        self._on_host.add(turn)
+        self._disk.add(turn.job.number, self._tiers.num_saved(turn.job.number))
 
-    def _give_up(self, turn: _HeldTurn) -> None:
+    def _give_up(self, turn: HeldTurn) -> None:
         """Hold the turn's KV no longer. Device blocks keep their content like those of other ended
         jobs."""
         self._forget(turn)
@@ -269,10 +263,12 @@ class HeldSessions:
         self._tiers.release(turn.job.number)
         self._prefixes.forget(turn.job)
 
-    def _forget(self, turn: _HeldTurn) -> None:
+    def _forget(self, turn: HeldTurn) -> None:
         del self._turns[turn.key]
-        for turns in (self._on_device, self._uncopied, self._on_host, self._on_disk):
-            turns.pop(turn.job.number, None)
+        for turns in (self._on_device, self._on_host, self._with_slots):
+            turns.pop(turn.job.number)
+        for others in (self._uncopied, self._on_disk):
+            others.pop(turn.job.number, None)
         self._disk.release(turn.job.number)
 
     # --- Copies to the host -------------------------------------------------------------------
@@ -303,7 +299,7 @@ class HeldSessions:
     def _num_left_free(self) -> int:
         return int(_COPY_HOST_FREE * self._tiers.host.num_blocks)
 
-    def _next_to_copy(self) -> _HeldTurn | None:
+    def _next_to_copy(self) -> HeldTurn | None:
         tiers = self._tiers
         if (
             tiers.host.num_blocks == 0
@@ -319,7 +315,7 @@ class HeldSessions:
         room = tiers.host.num_free + num_others - self._num_left_free
         return turn if self._missing_on_host(turn) <= room else None
 
-    def _first_uncopied(self) -> _HeldTurn | None:
+    def _first_uncopied(self) -> HeldTurn | None:
         while self._uncopied:
             number, turn = next(iter(self._uncopied.items()))
             if self._tiers.num_saved(number) < turn.num_tokens:
@@ -327,7 +323,7 @@ class HeldSessions:
             del self._uncopied[number]
         return None
 
-    def _missing_on_host(self, turn: _HeldTurn) -> int:
+    def _missing_on_host(self, turn: HeldTurn) -> int:
         keys = self._prefixes.held_keys(turn.job)
         return self._tiers.missing_on_host(turn.job.number, turn.num_tokens, keys)
 
@@ -345,18 +341,21 @@ class HeldSessions:
 
     def copy_to_and_from_disk(self, transfers: list[DiskTransfer], now: float) -> None:
         """Start the reads for which turns wait, and to write the KV that came to the host first.
-        The disk is for the latest: what has been there for the longest time makes room."""
+        What has been on the disk for the longest time makes room, of the tenant that has most."""
         transfers += self._reads
         self._reads.clear()
         if not self.has_to_write:
             return
         number = self._disk.next_to_write
         assert number is not None
-        while self._disk.missing_slots(number) and (oldest := self._disk.oldest) is not None:
-            if oldest in self._on_disk:
-                self._give_up(self._on_disk[oldest])
+        for turn in self._with_slots.leaving_order():
+            if not self._disk.missing_slots(number):
+                break
+            if turn.job.number in self._on_disk:
+                self._give_up(turn)
             else:
-                self._disk.release(oldest)
+                self._disk.release(turn.job.number)
+                self._with_slots.pop(turn.job.number)
         if self._disk.missing_slots(number):  # being read
             self._disk.cannot_write(number)
         else:
@@ -376,16 +375,23 @@ class HeldSessions:
                 counters.disk_write_bytes += num_bytes
             else:
                 counters.disk_read_bytes += num_bytes
-        if not self._disk.finish(transfer, succeeded=succeeded) or transfer.is_write:
+        if not self._disk.finish(transfer, succeeded=succeeded):
             return
         number = transfer.job_number
-        if succeeded:
-            self._tiers.take_over_read(number, transfer.owner, transfer.num_tokens)
-            self._on_host[number] = self._on_disk.pop(number)
-        else:
-            self._give_up(self._on_disk[number])
+        if transfer.is_write:
+            if succeeded:
+                self._with_slots.add(self._on_host.get(number))
+            return
+        turn = self._on_disk[number]
+        if not succeeded:
+            self._give_up(turn)
+            return
+        del self._on_disk[number]
+        self._tiers.take_over_read(number, transfer.owner, transfer.num_tokens)
+        self._on_host.add(turn)
+        self._with_slots.add(turn)
 
-    def _waits_for_read(self, turn: _HeldTurn, num_tokens: int, now: float) -> bool:
+    def _waits_for_read(self, turn: HeldTurn, num_tokens: int, now: float) -> bool:
         """Whether KV of ``num_tokens`` tokens of use comes from the disk, or will soon. The read is
         started if it pays and the host has room."""
         number, costs = turn.job.number, self._costs
@@ -405,5 +411,6 @@ class HeldSessions:
         # Its pause is over: it is not too old while it is read.
         turn.since_s = now
         self._turns.move_to_end(turn.key)
+        self._with_slots.pop(number)
         self._reads.append(self._disk.read(number, now))
         return True

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from llguidance import LLMatcher
 
 from fastserve_backend.grammars.check import Check
-from fastserve_backend.grammars.check_queue import CheckQueue
 from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept
 from fastserve_backend.grammars.messages import (
     AcceptTokens,
@@ -26,6 +25,7 @@ from fastserve_backend.grammars.messages import (
     Vocabulary,
 )
 from fastserve_backend.system.packets import Packets
+from fastserve_backend.tenant_queue import TenantQueue
 
 # Compiled grammars that are kept: clients mostly send the same few again and again.
 _MAX_KNOWN = 64
@@ -122,7 +122,7 @@ class GrammarLoop:
         """Grammars used last: the matcher to copy, or the reason why there is none."""
         self._waiting: dict[_Grammar, dict[int, bytes]] = {}
         """Jobs that wait for a grammar to be checked: numbers, and the tokens that they have."""
-        self._unchecked: CheckQueue[_Grammar] = CheckQueue(_MAX_CHECKS)
+        self._unchecked: TenantQueue[_Grammar] = TenantQueue(_MAX_CHECKS)
         self._checks: dict[int, _StartedCheck] = {}
 
     def run(self) -> None:

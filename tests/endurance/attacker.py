@@ -129,7 +129,9 @@ class Attacker:
     async def _post(self, path: str, body: bytes | dict[str, object]) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            answer = await self._http.post(self._url + path, content=content)
+            answer = await self._http.post(
+                self._url + path, content=content, headers={"Content-Type": "application/json"}
+            )
         except httpx2.HTTPError as error:
             self.counts.statuses[type(error).__name__] += 1
             raise

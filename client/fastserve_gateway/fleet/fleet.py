@@ -80,6 +80,7 @@ class Fleet:
         self._model = model
         self._metrics = metrics
         self._max_moves = max_moves if len(clients) > 1 else 0
+        self._only_streams = any(client.only_streams for client in clients.values())
         self._router = Router(list(clients))
         self._servers = [
             WatchedServer(
@@ -141,10 +142,17 @@ class Fleet:
         request_id: str,
         trace_context: Mapping[str, str] | None,
         on_moved: Callable[[], None] = lambda: None,
+        on_part: Callable[[Chunk | Completion], None] = lambda part: None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """The whole completion. It has the arguments of ``stream``. Raises ClientError."""
-        if self._max_moves:
+        """The whole completion. It has the arguments of ``stream``. Raises ClientError, and what
+        ``on_part`` raises.
+
+        Args:
+            on_part: called with each part of the answer, before the next one is read.
+        """
+        chunks: list[Chunk] = []
+        if self._max_moves or self._only_streams:
             async with aclosing(
                 self.stream(
                     prompt,
@@ -153,8 +161,11 @@ class Fleet:
                     on_moved=on_moved,
                     **options,
                 )
-            ) as chunks:
-                return Completion.from_chunks([chunk async for chunk in chunks])
+            ) as parts:
+                async for chunk in parts:
+                    on_part(chunk)
+                    chunks.append(chunk)
+            return Completion.from_chunks(chunks)
         job = self._job(prompt, options)
         while True:
             with self._attempt(job, await self._find_server(job)) as attempt:
@@ -162,6 +173,7 @@ class Fleet:
                     prompt, request_id=request_id, trace_context=trace_context, **options
                 )
                 self._router.on_first_token(attempt.choice)
+                on_part(answer)
                 return answer
 
     async def describe(self, *, timeout_s: float) -> ModelDescription:

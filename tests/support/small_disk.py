@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,6 @@ def small_disk(directory: Path) -> Iterator[Path]:
 
 def fill(directory: Path) -> None:
     """Leaves no byte of the file system free."""
-    with (
-        (directory / "others").open("ab", buffering=0) as file,
-        pytest.raises(OSError, match=r"No space left"),
-    ):
-        while True:
-            file.write(bytes(1 << 12))
+    with (directory / "others").open("ab", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 12)):
+            pass

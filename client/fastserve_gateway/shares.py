@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 MOST_TIMES = 4.0
 """A holder of a large weight may have so many times what it leaves, and no more: others need room
@@ -28,7 +29,7 @@ class Shares:
     """
 
     def __init__(
-        self, size: int, *, are_divided: bool, weights: Mapping[Hashable, float] | None = None
+        self, size: int, *, are_divided: bool, weights: Mapping[Any, float] | None = None
     ) -> None:
         self._size = size
         self._are_divided = are_divided

@@ -7,8 +7,8 @@ import subprocess
 
 import httpx2
 import psutil
-from running_gateway import COMMAND, REQUEST_TIMEOUT_S, STOP_TIMEOUT_S
-from waiting import wait_for
+from running_gateway import COMMAND
+from waiting import DEADLINE_S, wait_for
 
 
 def test_a_gateway_starts_and_ends_whose_log_has_no_room() -> None:
@@ -24,9 +24,9 @@ def test_a_gateway_starts_and_ends_whose_log_has_no_room() -> None:
                 return bool(ports)
 
             wait_for(listens)
-            health = httpx2.get(f"http://127.0.0.1:{ports[0]}/health", timeout=REQUEST_TIMEOUT_S)
+            health = httpx2.get(f"http://127.0.0.1:{ports[0]}/health", timeout=DEADLINE_S)
             assert health.status_code == 503
             process.send_signal(signal.SIGTERM)
-            assert process.wait(STOP_TIMEOUT_S) == 0
+            assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()

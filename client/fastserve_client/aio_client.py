@@ -67,6 +67,11 @@ class AsyncFastServeClient:
         self.num_answers = 0
         """How often the model has said something, in whatever request."""
 
+    @property
+    def only_streams(self) -> bool:
+        """Whether the server sends all answers in parts: see ``Transport``."""
+        return self._transport.only_streams
+
     def stream(
         self,
         prompt: Prompt,

@@ -85,6 +85,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         max_connections(),
         are_shared=are_shared,
         on_refusal=share_metrics.on_refusal("connections"),
+        weights=settings.keys.weights,
     )
 
     async def serve_model(name: str, stack: AsyncExitStack) -> ServedModel:
@@ -143,6 +144,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         settings.max_held_bytes,
         are_shared=are_shared,
         on_refusal=share_metrics.on_refusal("held_bytes"),
+        weights=settings.keys.weights,
     )
 
     async def hold(caller: Caller = with_caller) -> AsyncGenerator[Take]:
@@ -173,7 +175,9 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
 
         return await responder().respond(request, caller, take, ChatRequest, answer_to)
 
-    store = ResponseStore(settings.max_stored_bytes, is_shared=are_shared)
+    store = ResponseStore(
+        settings.max_stored_bytes, is_shared=are_shared, weights=settings.keys.weights
+    )
 
     @app.post("/v1/responses", dependencies=with_key)
     async def responses(

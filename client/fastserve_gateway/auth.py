@@ -79,6 +79,8 @@ class ApiKeys:
         if keys and most_urgent_priority is None:
             most_urgent_priority = 0
         _check_operator_keys(keys, operator_keys)
+        self.weights: dict[str | None, float] = {one.name: one.weight for one in keys}
+        """Of tenants."""
         self._anybody = Caller(None, most_urgent_priority, sees_all=True)
         self._digests = [_digest(one.key.encode()) for one in (*keys, *operator_keys)]
         sees_all = not any(one.name for one in keys)

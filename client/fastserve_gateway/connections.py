@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from fastserve_gateway.errors import share_used_up
@@ -36,12 +36,19 @@ class Connections:
 
     Args:
         most: connections of all tenants. Half as many may be strangers', or ``MAX_STRANGERS``.
-        are_shared: among several tenants; see ``Shares``.
+        are_shared, weights: among several tenants; see ``Shares``.
         on_refusal: called when a connection is dropped or refused.
     """
 
-    def __init__(self, most: int, *, are_shared: bool, on_refusal: Callable[[], None]) -> None:
-        self._tenants = Shares(most, are_divided=are_shared)
+    def __init__(
+        self,
+        most: int,
+        *,
+        are_shared: bool,
+        on_refusal: Callable[[], None],
+        weights: Mapping[str | None, float] | None = None,
+    ) -> None:
+        self._tenants = Shares(most, are_divided=are_shared, weights=weights)
         self._addresses = Shares(min(MAX_STRANGERS, most // 2), are_divided=True)
         self._strangers: OrderedDict[Connection, str] = OrderedDict()
         """The address of each, the oldest first."""

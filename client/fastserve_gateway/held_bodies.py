@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from fastserve_gateway.errors import ApiError, share_used_up
@@ -21,14 +21,21 @@ class HeldBodies:
     it would keep the part of its body that has come.
 
     Args:
-        are_shared: among several tenants; see ``Shares``.
+        are_shared, weights: among several tenants; see ``Shares``.
         on_refusal: called when there is no room.
     """
 
-    def __init__(self, max_bytes: int, *, are_shared: bool, on_refusal: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        are_shared: bool,
+        on_refusal: Callable[[], None],
+        weights: Mapping[str | None, float] | None = None,
+    ) -> None:
         self._max_bytes = max_bytes
         self._are_shared = are_shared
-        self._shares = Shares(max_bytes, are_divided=are_shared)
+        self._shares = Shares(max_bytes, are_divided=are_shared, weights=weights)
         self._on_refusal = on_refusal
 
     @contextmanager

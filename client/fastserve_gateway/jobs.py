@@ -112,15 +112,14 @@ async def _complete(
 ) -> Completion:
     # Log-probabilities take so much memory that they must not come all at once.
     if job.on_chunk is None and job.options.get("logprobs") is None:
-        whole = await fleet.generate(
+        return await fleet.generate(
             job.prompt,
             request_id=job.request_id,
             trace_context=trace_context(),
             on_moved=note_move,
+            on_part=on_part,
             **job.options,
         )
-        on_part(whole)
-        return whole
     chunks = []
     async with aclosing(_stream(fleet, job)) as stream:
         async for chunk in stream:

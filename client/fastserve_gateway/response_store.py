@@ -32,12 +32,18 @@ class ResponseStore:
 
     Args:
         max_bytes: of the JSON of all responses together. 0 keeps none.
-        is_shared: among several tenants; see ``Shares``.
+        is_shared, weights: among several tenants; see ``Shares``.
     """
 
-    def __init__(self, max_bytes: int, *, is_shared: bool) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        is_shared: bool,
+        weights: Mapping[str | None, float] | None = None,
+    ) -> None:
         self._max_bytes = max_bytes
-        self._shares = Shares(max_bytes, are_divided=is_shared)
+        self._shares = Shares(max_bytes, are_divided=is_shared, weights=weights)
         self._stored: dict[str | None, OrderedDict[str, bytes]] = {}
         """By tenant and id. JSON takes a fraction of the memory of the values."""
 

@@ -44,7 +44,7 @@ class GatewaySettings:
         _refuse_twice("model", self.models)
         if "" in self.models:
             raise InvalidRequest("model: got an empty name; must be the model's name at Triton")
-        # A tenant has half of it at most.
+        # A tenant of the smallest weight has half of it at most.
         least = self.max_body_bytes * (2 if self.keys.are_of_tenants else 1)
         if self.max_held_bytes < least:
             raise InvalidRequest(

@@ -1,14 +1,22 @@
-"""A tenant that sends what costs much: each request is nearly or wholly valid, and dear."""
+"""A tenant that sends what costs much: each request is nearly or wholly valid, and dear.
+
+It runs as a program, ``attacker.py URL KEY [KIND …]``, until its standard input ends, and then
+prints ``Counts`` as JSON. So its own work does not delay the clients that it is measured with.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httpx2
@@ -18,73 +26,116 @@ PATIENCE_S = 30.0
 """For which the attacker waits for an answer. Then it goes away, which is one more attack."""
 HELD_S = 5.0
 """For which it keeps a connection open that it neither finishes nor reads."""
+ATTACKS_AT_ONCE = 6
+NICENESS = 10
+"""The attacker's own work counts a tenth of the server's and of the honest clients'."""
+END_TIMEOUT_S = 120.0
+"""In which its last requests end."""
 BODY_BYTES = 1 << 19
+ENDLESS = "for ever"
+"""The server's chat template does not end at a message with this content."""
 MESSAGES = [{"role": "user", "content": "x"}]
+KINDS = [
+    "long_wrong_list",
+    "tool_schema_with_a_long_name",
+    "unknown_fields",
+    "deep_json",
+    "many_answers",
+    "log_probabilities",
+    "slow_grammar",
+    "endless_template",
+    "text_to_tokenize",
+    "stored_response",
+    "long_jobs",
+    "unfinished_body",
+    "unfinished_headers",
+    "many_headers",
+    "stream_that_nobody_reads",
+]
 
 Attack = Callable[[], Awaitable[object]]
 
 
-class Attacker:
-    """``sent`` counts requests by kind, ``statuses`` their answers.
+@dataclass
+class Counts:
+    """What an attacker has done so far."""
 
+    sent: Counter[str] = field(default_factory=Counter)
+    """Requests by kind."""
+    statuses: Counter[str] = field(default_factory=Counter)
+    """Their answers, or the errors in their place."""
+
+
+@contextmanager
+def attacking(url: str, key: str, kinds: Sequence[str] = ()) -> Iterator[Counts]:
+    """Attacks while the block runs, from a process of low priority. The counts are there at the
+    end.
+
+    Args:
+        kinds: the attacks, which are names of ``KINDS``; empty: all in random order.
+    """
+    command = [sys.executable, __file__, url, key, *kinds]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    counts = Counts()
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        try:
+            yield counts
+            printed, _ = process.communicate(timeout=END_TIMEOUT_S)
+            assert process.returncode == 0
+            counts.sent, counts.statuses = map(Counter, json.loads(printed))
+        finally:
+            process.kill()
+
+
+class Attacker:
+    """
     Args:
         url: of the gateway.
         key: of this tenant.
+        kinds: names of ``KINDS``; empty: all.
     """
 
-    def __init__(self, url: str, key: str) -> None:
-        self.sent: Counter[str] = Counter()
-        self.statuses: Counter[int | str] = Counter()
+    def __init__(self, url: str, key: str, kinds: Sequence[str]) -> None:
+        self.counts = Counts()
         parts = urlsplit(url)
         self._host, self._port = parts.hostname, parts.port
         self._headers = {"Authorization": f"Bearer {key}"}
         self._url = url
         self._numbers = itertools.count()
         self._rng = random.Random(7)
-        self._kinds: list[Attack] = [
-            self._long_wrong_list,
-            self._tool_schema_with_a_long_name,
-            self._unknown_fields,
-            self._deep_json,
-            self._many_answers,
-            self._log_probabilities,
-            self._slow_grammar,
-            self._text_to_tokenize,
-            self._stored_response,
-            self._long_jobs,
-            self._unfinished_body,
-            self._unfinished_headers,
-            self._many_headers,
-            self._stream_that_nobody_reads,
-        ]
+        self._kinds: dict[str, Attack] = {
+            name: getattr(self, f"_{name}") for name in kinds or KINDS
+        }
 
-    async def run(self, over: asyncio.Event, at_once: int) -> None:
-        """Sends ``at_once`` requests at any time until it is ``over``."""
+    async def run(self, over: asyncio.Event) -> None:
+        """Has ``ATTACKS_AT_ONCE`` requests under way at any time until it is ``over``."""
         async with (
             httpx2.AsyncClient(timeout=PATIENCE_S, headers=self._headers) as self._http,
             asyncio.TaskGroup() as group,
         ):
-            for _ in range(at_once):
+            for _ in range(ATTACKS_AT_ONCE):
                 group.create_task(self._go_on(over))
 
     async def _go_on(self, over: asyncio.Event) -> None:
-        turn: list[Attack] = []
+        turn: list[str] = []
         while not over.is_set():
-            turn = turn or self._rng.sample(self._kinds, len(self._kinds))
-            attack = turn.pop()
-            self.sent[attack.__name__.strip("_")] += 1
+            turn = turn or self._rng.sample(list(self._kinds), len(self._kinds))
+            kind = turn.pop()
+            self.counts.sent[kind] += 1
             # A gateway may close what it does not want to serve, at any time.
             with suppress(httpx2.HTTPError, OSError, asyncio.IncompleteReadError):
-                await attack()
+                await self._kinds[kind]()
 
     async def _post(self, path: str, body: bytes | dict[str, object]) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            answer = await self._http.post(self._url + path, content=content)
+            answer = await self._http.post(
+                self._url + path, content=content, headers={"Content-Type": "application/json"}
+            )
         except httpx2.HTTPError as error:
-            self.statuses[type(error).__name__] += 1
+            self.counts.statuses[type(error).__name__] += 1
             raise
-        self.statuses[answer.status_code] += 1
+        self.counts.statuses[str(answer.status_code)] += 1
 
     async def _long_wrong_list(self) -> None:
         numbers = b",".join([b"1"] * (BODY_BYTES // 2))
@@ -127,6 +178,10 @@ class Attacker:
         await self._post(
             "/v1/completions", request | {"structured_output": {"json_schema": schema}}
         )
+
+    async def _endless_template(self) -> None:
+        messages = [{"role": "user", "content": ENDLESS}]
+        await self._post("/v1/chat/completions", {"model": MODEL_NAME, "messages": messages})
 
     async def _text_to_tokenize(self) -> None:
         text = f"{next(self._numbers)} " + "ab " * (BODY_BYTES // 3)
@@ -180,3 +235,22 @@ class Attacker:
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
+
+
+async def main() -> None:
+    _, url, key, *kinds = sys.argv
+    os.nice(NICENESS)
+    attacker, over = Attacker(url, key, kinds), asyncio.Event()
+
+    async def await_end() -> None:
+        await asyncio.to_thread(sys.stdin.read)
+        over.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(await_end())
+        group.create_task(attacker.run(over))
+    print(json.dumps([attacker.counts.sent, attacker.counts.statuses]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
+from attacker import ENDLESS
 from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
@@ -18,14 +19,20 @@ from serving_client import wait_until_idle
 from tiny_model import TINY_OPT, engine_options
 from waiting import wait_for
 
-CHAT_TEMPLATE = """\
+CHAT_TEMPLATE = (
+    f"{{% set endless = '{ENDLESS}' %}}"
+    + """\
 {% for message in messages %}
+{% if message.content == endless %}
+{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+{% endif %}
 {% if message.role not in ("system", "user", "assistant", "tool") %}
 {{ raise_exception("no such role: " + message.role) }}
 {% endif %}
 <s>{{ message.role }}: {{ message.content }}</s>
 {% endfor %}
 <s>assistant: """
+)
 
 
 LONGEST_QUEUE, SHORT_QUEUE = 10_000, 1000

@@ -35,6 +35,7 @@ class Server:
     closed: bool = False
     hangs: bool = False
     num_answers: int = 0
+    only_streams: bool = False
     drops: asyncio.Event = field(default_factory=asyncio.Event)
     model: str = "m"
     endpoint: str = "its URL"

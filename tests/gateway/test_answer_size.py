@@ -277,6 +277,26 @@ def test_all_messages_of_a_prompt_count(monkeypatch: pytest.MonkeyPatch) -> None
         assert front.post(COMPLETIONS, **body).status_code == 200
 
 
+def test_whole_answers_count_while_they_come_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they do over HTTP."""
+    model = Model()
+    model.only_streams = model.holds_ends = True
+    monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", lambda *_, **__: model)
+    body = {"prompt": "Hi", "max_tokens": 131_000}  # four of them nearly fill the gateway
+    with gateway_thread(settings()) as gateway, ThreadPoolExecutor(4) as pool:
+        front = Front(gateway, model)
+        others = [pool.submit(front.post, COMPLETIONS, **body) for _ in range(4)]
+        try:
+            wait_for(lambda: model.num_held == 4, DEADLINE_S)
+            refused = front.post(COMPLETIONS, **body)
+        finally:
+            model.holds_ends = False
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "gateway_full")
+        assert {answer.result().status_code for answer in others} == {200}
+
+
 def last_event(answer: httpx2.Response) -> dict[str, Any]:
     event: dict[str, Any] = json.loads(answer.text.rpartition("data: ")[2])
     return event

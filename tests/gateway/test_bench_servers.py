@@ -249,9 +249,9 @@ def test_a_mistake_is_one_clear_error(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (line,) = refused_command(monkeypatch, capsys, "bench", *arguments).splitlines()
+    (line,) = refused_command(monkeypatch, capfd, "bench", *arguments).splitlines()
     assert line.startswith(f"error: {message}")
 
 

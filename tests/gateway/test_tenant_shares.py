@@ -51,6 +51,19 @@ def test_whoever_takes_leaves_as_much_free(taken: list[tuple[int, int]]) -> None
     assert shares.most("a new one") == 50
 
 
+def test_who_wants_more_has_it_in_proportion_to_the_weights() -> None:
+    weights = {"light": 0.5, "twice": 1.0, "heavy": 1000.0}
+    shares = Shares(8000, are_divided=True, weights=weights)
+    for _ in range(20):  # requests end, and others take as much as they may
+        for holder in weights:
+            shares.remove(holder, shares.held(holder))
+            shares.add(holder, shares.most(holder))
+    free = 8000 - sum(map(shares.held, weights))
+    assert free == pytest.approx(1000, abs=10)
+    assert [shares.held(holder) / free for holder in weights] == pytest.approx([1, 2, 4], rel=0.02)
+    assert shares.allows("of no weight", free // 2)
+
+
 def test_a_lone_holder_may_have_all() -> None:
     shares = Shares(100, are_divided=False)
     assert shares.allows(None, 100)

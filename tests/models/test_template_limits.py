@@ -3,8 +3,11 @@ request is answered."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -13,10 +16,15 @@ from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTempla
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.checkpoints.template_process import MAX_CHARS
+from fastserve_backend.checkpoints.template_process import (
+    MAX_CHARS,
+    MAX_PROCESSES,
+    template_processes,
+)
 from fastserve_backend.engine.request_checks import RequestChecks
 from fastserve_backend.errors import InvalidRequestError
 from test_chat_template import VOCAB_SIZE, write_tokenizer
+from waiting import wait_for
 
 MODEL = load_model_config("opt-125m", load_format="dummy")
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -71,8 +79,7 @@ def test_a_template_that_wants_all_memory(name: str) -> None:
     with pytest.raises(ChatTemplateError, match=f"{MEMORY}|OverflowError|MemoryError|too large"):
         render(MEMORY_HOGS[name])
     assert render("{{ messages[0].content }}") == "x"
-    (renderer,) = renderers()
-    assert renderer.memory_info().rss < 1 << 30
+    assert all(renderer.memory_info().rss < 1 << 30 for renderer in renderers())
 
 
 def test_a_prompt_of_too_many_characters() -> None:
@@ -108,9 +115,27 @@ def test_a_request_whose_template_exceeds_a_limit_is_an_invalid_one(tmp_path: Pa
     assert checks.encode_chat(MESSAGES) == checks.encode("x", special_tokens=False)
 
 
+def test_a_template_that_takes_long_holds_up_no_other() -> None:
+    assert render("first") == "first"
+    pids = template_processes().pids()
+    with ThreadPoolExecutor(len(pids)) as threads:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            late = [threads.submit(render, "late") for _ in pids]
+            wait_for(lambda: not template_processes().pids())
+            assert [render("others") for _ in range(3)] == ["others"] * 3
+            assert not any(one.done() for one in late)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        assert [one.result() for one in late] == ["late"] * len(pids)
+    assert len(renderers()) <= MAX_PROCESSES
+
+
 def test_the_process_ends_with_the_one_that_it_serves() -> None:
-    program = "from fastserve_backend.checkpoints.template_process import template_process\n"
-    program += "print(template_process()._renderer._child.pid)"
+    program = "from fastserve_backend.checkpoints.template_process import template_processes\n"
+    program += "print(*template_processes().pids())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )

@@ -130,10 +130,10 @@ def test_a_mistake_is_one_clear_error(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     rates = [] if "--rates" in arguments else ["--rates", "1"]
-    stderr = refused_command(monkeypatch, capsys, "simulate", "opt-13b", *rates, *arguments)
+    stderr = refused_command(monkeypatch, capfd, "simulate", "opt-13b", *rates, *arguments)
     assert message in stderr
     assert "Traceback" not in stderr
 

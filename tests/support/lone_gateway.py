@@ -36,6 +36,8 @@ def settings(
 class Pictures:
     """A client whose watch always has a next picture."""
 
+    only_streams = False
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.num_shown = 0
         self.is_watched = False

@@ -8,7 +8,7 @@ from fastserve_backend.cli.app import main
 
 def refused_command(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     *words: str,
     exit_code: int = 1,
 ) -> str:
@@ -18,4 +18,4 @@ def refused_command(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == exit_code
-    return capsys.readouterr().err
+    return capfd.readouterr().err

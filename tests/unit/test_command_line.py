@@ -52,9 +52,9 @@ def test_an_option_out_of_its_range_is_named(
     option: str,
     value: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    stderr = refused_command(monkeypatch, capsys, command, option, value, exit_code=2)
+    stderr = refused_command(monkeypatch, capfd, command, option, value, exit_code=2)
     assert f"Invalid value for '{option}'" in stderr
 
 

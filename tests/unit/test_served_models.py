@@ -52,12 +52,12 @@ def test_a_mistake_is_one_line(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "engine.yaml").touch()
     (tmp_path / "fastserve").mkdir()
     words = arguments.format(file=tmp_path / "engine.yaml", folder=tmp_path).split()
-    error = refused_command(monkeypatch, capsys, "serve", *words)
+    error = refused_command(monkeypatch, capfd, "serve", *words)
     assert error.startswith("error: ")
     assert message in error
 

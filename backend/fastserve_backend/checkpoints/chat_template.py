@@ -13,7 +13,7 @@ from fastserve_backend.checkpoints.limits import TEMPLATE_BYTES, check
 from fastserve_backend.checkpoints.template_process import (
     RefusedByTemplate,
     TemplateLimitError,
-    template_process,
+    template_processes,
 )
 from fastserve_backend.errors import FastServeError
 
@@ -66,7 +66,7 @@ class ChatTemplate:
         self.tool_source = tool_source
         self._name = name
         self._special_tokens = dict(special_tokens)
-        self._process = template_process()
+        self._processes = template_processes()
 
     def check(self) -> None:
         """Compile the template. The first caller waits until its process has started.
@@ -77,7 +77,7 @@ class ChatTemplate:
         try:
             for source in {self.source, self.tool_source or self.source}:
                 check(f"the size of the chat template {self._name}", len(source), TEMPLATE_BYTES)
-                self._process.render(self._name, source, None)
+                self._processes.render(self._name, source, None)
         except RefusedByTemplate as error:
             raise ModelError(f"the chat template {self._name} cannot be read: {error}") from error
         except TemplateLimitError as error:
@@ -164,7 +164,7 @@ class ChatTemplate:
             "add_generation_prompt": options.begins_answer,
         }
         try:
-            return self._process.render(self._name, source, json.dumps(variables))
+            return self._processes.render(self._name, source, json.dumps(variables))
         except RefusedByTemplate as error:
             raise ChatTemplateError(f"the model's chat template refuses: {error}") from None
         except TemplateLimitError as error:

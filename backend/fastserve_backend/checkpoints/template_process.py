@@ -1,4 +1,4 @@
-"""The process that renders chat templates, and the side of the process that asks it.
+"""The processes that render chat templates, and the side of the process that asks them.
 
 A template is a program that comes with a checkpoint. It may loop for ever, or build texts of any
 size. So it runs in a process of its own with limits (`template_renderer`). A template that exceeds
@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections import deque
 from contextlib import suppress
 from functools import cache
 
@@ -29,6 +30,9 @@ MEMORY_BYTES = 512 << 20
 """Memory beside that of the interpreter. A prompt is in it several times."""
 MAX_CHARS = 16 << 20
 """Characters of a prompt: those of millions of tokens."""
+MAX_PROCESSES = 3
+"""Templates that are rendered at a time: as many as requests are prepared at a time
+(`serving/preparation.py`)."""
 # Far above the processor time: other processes may use all cores, and the process may have to
 # start. A template that waits for something would reach it.
 _DEADLINE_S = 60.0
@@ -80,15 +84,15 @@ class TemplateLimitError(FastServeError):
     """The template exceeded a limit. The message names it, and the remedy."""
 
 
-class TemplateProcess:
-    """Owns the process, which starts at once and ends with this object. Threads may share it: they
-    wait for each other."""
+class TemplateProcesses:
+    """Owns the processes, which end with this object: one, which starts at once, and more while
+    threads render at the same time. A thread waits if ``MAX_PROCESSES`` are busy."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._renderer: _Renderer | None = None
+        self._free = threading.Semaphore(MAX_PROCESSES)
+        self._idle: deque[_Renderer] = deque()
         with suppress(OSError):  # `render` tries again, and says why
-            self._renderer = _Renderer()
+            self._idle.append(_Renderer())
 
     def render(self, name: str, source: str, variables: str | None) -> str:
         """A template's text; nothing if there are no variables: see ``Render``.
@@ -101,7 +105,7 @@ class TemplateProcess:
         Raises:
             RefusedByTemplate, TemplateLimitError.
         """
-        with self._lock:
+        with self._free:
             answer = self._ask(Render(source, variables))
         if isinstance(answer, Refused):
             raise RefusedByTemplate(answer.reason)
@@ -112,9 +116,13 @@ class TemplateProcess:
             )
         return answer.text.decode("utf-8", "surrogatepass")
 
+    def pids(self) -> list[int]:
+        """Of the processes that are idle now."""
+        return [renderer.pid for renderer in tuple(self._idle)]
+
     def _ask(self, message: Render) -> Answer:
         try:
-            renderer, self._renderer = self._renderer or _Renderer(), None
+            renderer = self._take_idle() or _Renderer()
         except OSError as error:
             return TooMuch(f"what the machine has for its process ({error})")
         try:
@@ -122,16 +130,21 @@ class TemplateProcess:
         except OSError:
             answer = TooMuch(renderer.end())
             with suppress(OSError):  # as in the constructor
-                self._renderer = _Renderer()
+                self._idle.append(_Renderer())
         else:
-            self._renderer = renderer
+            self._idle.append(renderer)
         return answer
+
+    def _take_idle(self) -> _Renderer | None:
+        with suppress(IndexError):
+            return self._idle.pop()  # used last, so it has the template
+        return None
 
 
 @cache
-def template_process() -> TemplateProcess:
-    """The one that all templates of this process share."""
-    return TemplateProcess()
+def template_processes() -> TemplateProcesses:
+    """Those that all templates of this process share."""
+    return TemplateProcesses()
 
 
 class _Renderer:
@@ -142,6 +155,10 @@ class _Renderer:
         self._child, self._packets = start_helper(["-m", _PROGRAM], _answer_decoder)
         # No process survives its owner.
         self._kill = weakref.finalize(self, _kill, self._child, self._packets)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def ask(self, message: Render) -> Answer:
         """Raises OSError: the process has ended, or it must be ended because it does not answer."""

@@ -6,7 +6,10 @@ where only the client is installed, and ``--help`` is quick.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -439,10 +442,19 @@ def _print_control(server: TritonServer) -> None:
 
 
 def _print(text: str, *, markup: bool = False) -> None:
-    """A line on stderr. Addresses have no markup, but those of IPv6 look like it."""
+    """A line on stderr, which is lost if its disk is full or its reader is gone: a server must
+    start all the same. Addresses have no markup, but those of IPv6 look like it."""
     from rich.console import Console  # a server starts without it
 
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=markup)
+    shown = io.StringIO()
+    is_terminal = sys.stderr.isatty()
+    console = Console(file=shown, force_terminal=is_terminal, highlight=False, soft_wrap=True)
+    console.print(text, markup=markup)
+    data = shown.getvalue().encode(sys.stderr.encoding, "replace")
+    # Not through sys.stderr: what it cannot write would fail again at the end of the process.
+    with suppress(OSError):
+        while data:
+            data = data[os.write(sys.stderr.fileno(), data) :]
 
 
 # Without the keys that a simulation ignores, and without the policy, since it has several.

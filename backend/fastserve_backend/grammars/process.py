@@ -12,7 +12,6 @@ from typing import NamedTuple
 from llguidance import LLMatcher
 
 from fastserve_backend.grammars.check import Check
-from fastserve_backend.grammars.check_queue import CheckQueue
 from fastserve_backend.grammars.compilation import Compilation, Compiled, compile_now
 from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept
 from fastserve_backend.grammars.messages import (
@@ -29,6 +28,7 @@ from fastserve_backend.grammars.messages import (
 )
 from fastserve_backend.system.cores import num_cores
 from fastserve_backend.system.packets import Packets
+from fastserve_backend.tenant_queue import TenantQueue
 
 # Compiled grammars that are kept: clients mostly send the same few again and again.
 _MAX_KNOWN = 64
@@ -146,7 +146,7 @@ class GrammarLoop:
         """Grammars used last: the matcher to copy, or the reason why there is none."""
         self._waiting: dict[_Grammar, list[BeginJob]] = {}
         """Jobs that wait for a grammar to be checked and compiled."""
-        self._unchecked: CheckQueue[_Grammar] = CheckQueue(_MAX_CHECKS)
+        self._unchecked: TenantQueue[_Grammar] = TenantQueue(_MAX_CHECKS)
         self._checks: dict[int, _StartedCheck] = {}
         self._passed: deque[_Passed] = deque()
         """Slow grammars. The first one is being compiled if there is a ``_compilation``."""

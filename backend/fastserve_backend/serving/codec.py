@@ -138,7 +138,8 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         ),
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
         truncate_prompt_tokens=values.get(protocol.TRUNCATE_PROMPT_TOKENS, to_int),
-        output_ids_so_far=tensors.get(protocol.OUTPUT_IDS_SO_FAR, _NO_TOKENS).reshape(-1),
+        # A copy: Triton's request may end before its prompt is prepared.
+        output_ids_so_far=tensors.get(protocol.OUTPUT_IDS_SO_FAR, _NO_TOKENS).reshape(-1).copy(),
         service=ServiceLevel(
             priority=values.get(protocol.PRIORITY, to_int) or 0,
             ttft_slo_s=values.get(protocol.TTFT_SLO_MS, to_seconds),
@@ -233,7 +234,7 @@ def decode_task(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Task | 
         return DescribeTask()
     prompt = _prompt(tensors, [name for name in protocol.PROMPTS if name in fields])
     if prompt.input_ids is not None:
-        return DetokenizeTask(prompt.input_ids)
+        return DetokenizeTask(prompt.input_ids.copy())  # as for `output_ids_so_far`
     return TokenizeTask(
         text=prompt.text,
         messages=prompt.messages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,7 @@ from fastserve_backend.errors import (
 from fastserve_backend.length_prediction.prompt_text import last_user_words
 from fastserve_backend.serving.codec import (
     GenerateRequest,
+    Task,
     decode_request,
     decode_task,
     decode_watch,
@@ -33,6 +35,7 @@ from fastserve_backend.serving.grpc_status import GRPC_STATUS_HEADER
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.job_spans import JobSpans
 from fastserve_backend.serving.metrics import MetricsPublisher
+from fastserve_backend.serving.preparation import Preparation, is_long_text
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
 from fastserve_backend.serving.streaming import (
     Emitter,
@@ -42,7 +45,7 @@ from fastserve_backend.serving.streaming import (
     ResponseStream,
     unexpected_error,
 )
-from fastserve_backend.serving.tasks import TaskStream, perform
+from fastserve_backend.serving.tasks import TaskStream, perform, takes_long
 from fastserve_backend.serving.watching import WatchStream
 from fastserve_backend.system.clock import MonotonicClock
 
@@ -89,6 +92,8 @@ class ServedModel:
         self._engine = Engine(config, clock=clock, rank_factory=rank_factory)
         self._wall_clock = WallClock(clock)
         self._num_rejected = 0
+        self._rejecting = threading.Lock()  # guards it
+        self._preparation = Preparation(config.scheduler.max_queued_requests)
         self._metrics = MetricsPublisher(self._engine, name, version, self._count_rejected)
         self._emitters = [Emitter(self._metrics.on_request_change) for _ in range(_EMITTERS)]
         self._next_emitter = cycle(self._emitters)
@@ -112,13 +117,17 @@ class ServedModel:
                     number = self._engine.watch(interval_s, watch.push)
                     watch.on_accepted(partial(self._engine.unwatch, number))
                 elif task is not None:
-                    emitter.wake(TaskStream(channel, emitter, perform(task, self._engine)))
+                    answer = partial(self._perform, task, channel, emitter)
+                    self._prepare(answer, channel, emitter, "", is_long=takes_long(task))
                 else:
                     wanted = decode_request(tensors, parameters)
-                    self._submit_traced(_text(request.request_id), wanted, channel, emitter)
+                    submit = partial(
+                        self._submit_traced, _text(request.request_id), wanted, channel, emitter
+                    )
+                    is_long = wanted.messages is not None or is_long_text(wanted.text)
+                    self._prepare(submit, channel, emitter, wanted.service.tenant, is_long=is_long)
             except Exception as error:
-                self._num_rejected += 1
-                emitter.wake(RefusedStream(channel, emitter, _refusal(error)))
+                self._refuse(error, channel, emitter)
         self._metrics.on_request_change()
 
     def is_ready(self) -> bool:
@@ -128,6 +137,7 @@ class ServedModel:
     def close(self) -> None:
         """Stop the engine when its last steps have ended."""
         self._guard.release_engine()
+        self._preparation.close()
         self._engine.drain(_DRAIN_TIMEOUT_S)
         self._engine.close()  # before the emitters: it may deliver the ends of jobs
         for emitter in self._emitters:
@@ -141,7 +151,43 @@ class ServedModel:
 
     def _drain(self) -> bool:
         """Refuse new requests; returns whether all accepted ones are answered."""
-        return self._engine.drain(0.0) and not any(emitter.num_active for emitter in self._emitters)
+        return (
+            self._engine.drain(0.0)
+            and not self._preparation.num_unfinished
+            and not any(emitter.num_active for emitter in self._emitters)
+        )
+
+    def _prepare(
+        self,
+        work: Callable[[], None],
+        channel: ResponseChannel,
+        emitter: Emitter,
+        tenant: str,
+        *,
+        is_long: bool,
+    ) -> None:
+        """Does the work on a request now, or later if it may take long. Raises what it raises now,
+        and OverloadedError."""
+        if not is_long:
+            work()
+            return
+
+        def work_or_refuse() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._refuse(error, channel, emitter)
+            self._metrics.on_request_change()
+
+        self._preparation.add(tenant, work_or_refuse)
+
+    def _refuse(self, error: Exception, channel: ResponseChannel, emitter: Emitter) -> None:
+        with self._rejecting:
+            self._num_rejected += 1
+        emitter.wake(RefusedStream(channel, emitter, _refusal(error)))
+
+    def _perform(self, task: Task, channel: ResponseChannel, emitter: Emitter) -> None:
+        emitter.wake(TaskStream(channel, emitter, perform(task, self._engine)))
 
     def _submit_traced(
         self, request_id: str, wanted: GenerateRequest, channel: ResponseChannel, emitter: Emitter

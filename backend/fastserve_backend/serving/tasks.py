@@ -15,8 +15,12 @@ from fastserve_backend.serving.codec import (
     TokenizeTask,
     refuse_unknown_keys,
 )
+from fastserve_backend.serving.preparation import is_long_text
 from fastserve_backend.serving.responses import strings
 from fastserve_backend.serving.streaming import Emitter, RequestStream, ResponseChannel
+
+# Fewer have their text within milliseconds.
+_MANY_TOKENS = 1 << 12
 
 
 class TaskStream(RequestStream):
@@ -32,6 +36,13 @@ class TaskStream(RequestStream):
 
     def poll(self) -> None:
         """There is nothing to cancel."""
+
+
+def takes_long(task: Task) -> bool:
+    """Whether ``perform`` may take longer than some milliseconds."""
+    if isinstance(task, TokenizeTask):
+        return task.messages is not None or is_long_text(task.text)
+    return isinstance(task, DetokenizeTask) and len(task.input_ids) > _MANY_TOKENS
 
 
 def perform(task: Task, engine: Engine) -> dict[str, Any]:

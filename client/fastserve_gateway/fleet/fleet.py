@@ -84,6 +84,7 @@ class Fleet:
         self._model = model
         self._metrics = metrics
         self._max_moves = max_moves
+        self._only_streams = any(client.only_streams for client in clients.values())
         self._router = Router(list(clients))
         self._servers = [
             WatchedServer(
@@ -143,10 +144,17 @@ class Fleet:
         request_id: str,
         trace_context: Mapping[str, str] | None,
         on_moved: Callable[[], None] = lambda: None,
+        on_part: Callable[[Chunk | Completion], None] = lambda part: None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """The whole completion. It has the arguments of ``stream``. Raises ClientError."""
-        if self._max_moves and self._chooses:
+        """The whole completion. It has the arguments of ``stream``. Raises ClientError, and what
+        ``on_part`` raises.
+
+        Args:
+            on_part: called with each part of the answer, before the next one is read.
+        """
+        chunks: list[Chunk] = []
+        if (self._max_moves and self._chooses) or self._only_streams:
             async with aclosing(
                 self.stream(
                     prompt,
@@ -155,8 +163,11 @@ class Fleet:
                     on_moved=on_moved,
                     **options,
                 )
-            ) as chunks:
-                return Completion.from_chunks([chunk async for chunk in chunks])
+            ) as parts:
+                async for chunk in parts:
+                    on_part(chunk)
+                    chunks.append(chunk)
+            return Completion.from_chunks(chunks)
         # A single server sends the whole answer at once, which costs far less than its tokens do.
         # After a loss it begins anew.
         job = self._job(prompt, options)
@@ -171,6 +182,7 @@ class Fleet:
                 )
                 self._router.on_first_token(attempt.choice)
                 self._on_resumed(job.answer, on_moved)
+                on_part(whole)
                 return whole
 
     async def describe(self, *, timeout_s: float) -> ModelDescription:

@@ -1,4 +1,4 @@
-"""Which grammar is checked next, so that no tenant waits for all grammars of another one."""
+"""Which piece of work is done next, so that no tenant waits for all the work of another one."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class _Tenant(Generic[_Item]):
         return bool(self.waiting) or self.num_started > 0
 
 
-class CheckQueue(Generic[_Item]):
-    """The tenant whose checks have used the least processor time comes first; in its own queue,
-    what came first. It decides only, and neither starts nor times a check.
+class TenantQueue(Generic[_Item]):
+    """The tenant whose items have used the least time comes first; in its own queue, what came
+    first. It decides only, and neither starts nor times an item.
 
-    Some checks are under way at a time, of one tenant fewer than that. So a tenant that comes
-    finds a free place, unless two others are there already.
+    Some items are under way at a time, of one tenant fewer than that. So a tenant that comes finds
+    a free place, unless two others are there already.
 
-    **No saving**: a tenant that was away starts with the least that a tenant with checks has used,
-    or with what it had used itself if that is more. When no check waits or is under way, all is
+    **No saving**: a tenant that was away starts with the least that a tenant with items has used,
+    or with what it had used itself if that is more. When no item waits or is under way, all is
     forgotten.
 
     Args:
-        most_started: checks under way at a time; at least 2.
+        most_started: items under way at a time; at least 2.
     """
 
     def __init__(self, most_started: int) -> None:
@@ -51,7 +51,7 @@ class CheckQueue(Generic[_Item]):
         tenant.waiting.append(item)
 
     def start_next(self) -> tuple[str, _Item] | None:
-        """The tenant and the item whose check starts now; None: no other one may start.
+        """The tenant and the item that start now; None: no other one may start.
 
         ``on_end`` must follow.
         """
@@ -71,7 +71,7 @@ class CheckQueue(Generic[_Item]):
         return name, tenant.waiting.popleft()
 
     def on_end(self, name: str, used_s: float) -> None:
-        """A started check of the tenant has ended, and has used so much processor time."""
+        """A started item of the tenant has ended, and has used so much time."""
         tenant = self._tenants[name]
         tenant.num_started -= 1
         tenant.used_s += used_s
@@ -84,6 +84,6 @@ class CheckQueue(Generic[_Item]):
         }
 
     def _least_used_s(self, without_tenants: float) -> float:
-        """By a tenant that has checks; ``without_tenants``: where there is none."""
+        """By a tenant that has items; ``without_tenants``: where there is none."""
         active = (tenant.used_s for tenant in self._tenants.values() if tenant.is_active)
         return min(active, default=without_tenants)

@@ -6,6 +6,7 @@ from itertools import takewhile
 
 import pytest
 from fastserve_backend.kv_cache.blocks import BlockPool, OutOfBlocksError
+from fastserve_backend.kv_cache.freed_blocks import FreedBlocks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -128,10 +129,10 @@ def test_a_block_is_free_when_all_who_have_it_leave() -> None:
     for job in (2, 3):
         pool.refer_to(job, KEYS, [range(2)])
         pool.grow(job, 12)
-    freed, leaving = pool.freed_blocks(), pool.job_set()
+    freed, leaving = FreedBlocks(pool), pool.job_set()
     counts = []
     for job in (1, 2, 3):
-        counts.append(freed.add(pool.all_blocks(job)))
+        counts.append(freed.add(job))
         pool.set_member(leaving, job, True)
         assert leaving.num_alone == sum(counts)
     assert counts == [1, 1, 1 + 2]
@@ -230,8 +231,8 @@ class PoolMachine(RuleBasedStateMachine):
         used = {block for job in self.tokens for block in self.pool.table(job)}
         assert self.pool.num_used == len(used)
         for jobs in self.sets:
-            freed = self.pool.freed_blocks()
-            assert jobs.num_alone == sum(freed.add(self.pool.all_blocks(job)) for job in jobs)
+            freed = FreedBlocks(self.pool)
+            assert jobs.num_alone == sum(map(freed.add, jobs))
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastserve_backend.kv_cache.references import Blocks, FreedBlocks, JobSet, References
+from fastserve_backend.kv_cache.references import Blocks, JobSet, References
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 _Key = tuple[bytes, int, int]  # of the content; the kind of layers; the group
@@ -52,7 +52,8 @@ class BlockPool:
         self.kinds = tuple(kinds)
         self.has_windows = BlockNeeds(block_size, self.kinds).has_windows
         """Whether tables may begin with another block than block 0."""
-        self._references = References(num_blocks)
+        self.references = References(num_blocks)
+        """Only the pool changes them."""
         # A stack: the block freed last is used first, while it is warm in the processor's cache.
         self._free = array("i", range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -74,7 +75,7 @@ class BlockPool:
     @property
     def num_shared(self) -> int:
         """Blocks that several jobs have."""
-        return self._references.num_shared
+        return self.references.num_shared
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group that hold ``num_tokens`` tokens."""
@@ -93,7 +94,9 @@ class BlockPool:
 
     def num_alone(self, job_number: int) -> int:
         """The job's blocks that no other job has."""
-        return self._references.num_alone(self.all_blocks(job_number))
+        if not self.num_shared:
+            return self.num_held(job_number)
+        return self.references.num_alone(self.all_blocks(job_number))
 
     def num_before(self, job_number: int, position: int) -> int:
         """The job's blocks that no token from ``position`` on sees."""
@@ -175,7 +178,7 @@ class BlockPool:
                     new_blocks.append(block)
                 table.append(block)
         if new_blocks:
-            self._references.add(job_number, np.array(new_blocks, np.int32))
+            self.references.add(job_number, np.array(new_blocks, np.int32))
         return new_places
 
     def refer_to(self, job_number: int, keys: Sequence[bytes], parts: Sequence[range]) -> None:
@@ -222,7 +225,7 @@ class BlockPool:
             self._give_up(job_number, table[length:])
             del table[length:]
             for block in table[max(0, num_full - first) * num_groups :]:
-                assert self._references.counts[block] == 1, "others have this block"
+                assert self.references.counts[block] == 1, "others have this block"
                 self._withdraw(block)
         self._forget_if_empty(job_number)
 
@@ -265,7 +268,7 @@ class BlockPool:
 
     def is_shared_at(self, job_number: int, block: int) -> bool:
         """Whether another job has this block of any group of the job, which has it too."""
-        counts = self._references.counts
+        counts = self.references.counts
         return any(
             counts[self.block_at(job_number, index, place)] > 1
             for index, kind in enumerate(self.kinds)
@@ -333,7 +336,7 @@ class BlockPool:
 
     def job_set(self) -> JobSet:
         """A new set, which is empty."""
-        return self._references.job_set()
+        return self.references.job_set()
 
     def set_member(self, jobs: JobSet, job_number: int, is_member: bool) -> None:
         """Add the job to a set of this pool, or remove it, unless that is so already."""
@@ -341,10 +344,6 @@ class BlockPool:
             jobs.add(job_number, self.all_blocks(job_number))
         elif not is_member and job_number in jobs:
             jobs.remove(job_number, self.all_blocks(job_number))
-
-    def freed_blocks(self, *leaving: JobSet) -> FreedBlocks:
-        """To count what becomes free if jobs give up blocks, after all jobs of these sets."""
-        return FreedBlocks(self._references, leaving)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts agree with the tables, and each block that no job
@@ -357,7 +356,7 @@ class BlockPool:
                 assert len(table) % kind.num_groups == 0, "a group lacks a block"
                 assert len(set(table)) == len(table), "a job has a block twice"
                 counts[table] += 1
-        assert list(self._references.counts) == counts.tolist(), "references"
+        assert list(self.references.counts) == counts.tolist(), "references"
         assert sorted(free) == np.flatnonzero(counts == 0).tolist(), (
             "a block is lost or owned twice"
         )
@@ -366,7 +365,7 @@ class BlockPool:
         assert self._keys == {block: key for key, block in self._published.items()}
         assert self._cached.keys() <= self._keys.keys(), "a cached block has no key"
         assert self._keys.keys().isdisjoint(self._free), "a published block counts as empty"
-        self._references.check_integrity(self.all_blocks)
+        self.references.check_integrity(self.all_blocks)
 
     def _find(self, keys: Sequence[bytes], kind: int, place: int) -> int | None:
         block, group = divmod(place, self.kinds[kind].num_groups)
@@ -417,7 +416,7 @@ class BlockPool:
         for block in blocks:
             self._cached.pop(block, None)
         if blocks:
-            self._references.add(job_number, np.array(blocks, np.int32))
+            self.references.add(job_number, np.array(blocks, np.int32))
 
     def _give_up(self, job_number: int, blocks: Sequence[int]) -> None:
         if not blocks:
@@ -425,7 +424,7 @@ class BlockPool:
         # The last block first, so that it is the first to be lost: a block is of use only together
         # with all preceding blocks.
         last_first = np.array(blocks, np.int32)[::-1]
-        for block in self._references.drop(job_number, last_first).tolist():
+        for block in self.references.drop(job_number, last_first).tolist():
             if block in self._keys:
                 self._cached[block] = None
             else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fastserve_backend.config_sections import SwapStrategy
 from fastserve_backend.job import Job, Place
+from fastserve_backend.kv_cache.freed_blocks import FreedBlocks
 from fastserve_backend.kv_cache.holders import Holders, RoundState, RunningOrder
 from fastserve_backend.kv_cache.prefixes import Prefixes, PrefixHit
 from fastserve_backend.kv_cache.sessions import HeldSessions
@@ -51,18 +52,16 @@ class DeviceRoom:
         self._device = parts.tiers.device
         # Blocks that are free when the running steps end. If they are enough for a job, nobody has
         # to leave for it.
-        # Of jobs, which become free when the running steps or transfers end.
-        self._ending = [
-            self._device.all_blocks(number) for number in (*parts.tiers.ended_not_leaving, *ending)
+        # Blocks of running jobs that become free when the running step ends, because they lie
+        # before windows then.
+        self._unseen = [
+            self._device.unseen_blocks(job.number, job.num_computed)
+            for job in parts.holders.with_numbers(state.running)
+            if self._device.has_windows and parts.tiers.transfer(job.number) is None
         ]
-        if parts.tiers.has_windows:
-            self._ending += [
-                self._device.unseen_blocks(job.number, job.num_computed)
-                for job in parts.holders.with_numbers(state.running)
-                if parts.tiers.transfer(job.number) is None
-            ]
-        freed = self._device.freed_blocks(parts.tiers.leaving)
-        self._num_ending = sum(map(freed.add, self._ending))
+        # Jobs whose blocks become free when the running steps or transfers end.
+        self._ending = (*parts.tiers.ended_not_leaving, *ending)
+        _, self._num_ending = self._free_ending()
         self._has_no_victims = False
         self._candidates: list[Job] = []  # the first jobs that may leave
 
@@ -238,14 +237,18 @@ class DeviceRoom:
         """Whether swap-outs are unfinished, and free all blocks that are promised by now."""
         return self._parts.tiers.num_leaving > 0 and self.num_spare >= 0
 
+    def _free_ending(self) -> tuple[FreedBlocks, int]:
+        """To count what becomes free behind all that will be without any decision; and how many
+        blocks the ends of running steps and transfers free."""
+        freed = FreedBlocks(self._device, self._parts.tiers.leaving)
+        num_ending = sum(map(freed.add, self._ending)) + sum(map(freed.add_blocks, self._unseen))
+        return freed, num_ending
+
     def _victims(self, job: Job, num_blocks: int) -> list[Job]:
         """Jobs that hold ``num_blocks`` blocks and may leave for ``job``, the last to run first.
         None if even all such jobs hold fewer. More urgent jobs never leave."""
-        state, device = self._state, self._device
-        freed = device.freed_blocks(self._parts.tiers.leaving)
-        for blocks in self._ending:
-            freed.add(blocks)
-        candidates = self._candidates
+        state, candidates = self._state, self._candidates
+        freed, _ = self._free_ending()
         candidates[:] = [candidate for candidate in candidates if state.may_leave(candidate)]
         count = 0
         while num_blocks > 0:
@@ -258,6 +261,6 @@ class DeviceRoom:
                 candidates.append(candidate)
             if candidates[count].effective_priority < job.effective_priority:
                 return []
-            num_blocks -= freed.add(device.all_blocks(candidates[count].number))
+            num_blocks -= freed.add(candidates[count].number)
             count += 1
         return candidates[:count]

@@ -34,7 +34,7 @@ class RunningOrder(Protocol):
 
 
 class Holders:
-    """Jobs with KV in either tier. Resets ``num_computed`` of a job that loses its KV."""
+    """Jobs with KV in either tier. The only part of the KV cache that changes ``num_computed``."""
 
     def __init__(self, tiers: TwoTierKV, prefixes: Prefixes, counters: EngineCounters) -> None:
         self._tiers = tiers
@@ -79,11 +79,18 @@ class Holders:
         self._num_admitted_blocks += needed
         return True
 
-    def add(self, job: Job) -> None:
-        """The job has blocks of its own from now on."""
+    def add(self, job: Job, num_computed: int = 0) -> None:
+        """The job has blocks from now on.
+
+        Args:
+            num_computed: of so many tokens it has the KV that others have left it. If 0, it has
+                blocks for its first step, and knows from ``num_shared`` what it need not compute.
+        """
         self._jobs[job.number] = job
         self._moved[job.number] = job
-        if job.num_computed == 0:
+        if num_computed:
+            job.num_computed, job.num_shared = num_computed, 0
+        else:
             self._without_step.add(job.number)
 
     def mark_computed(self, job: Job) -> None:

@@ -14,6 +14,7 @@ from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import DeviceRoom
+from fastserve_backend.kv_cache.freed_blocks import FreedBlocks
 from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
@@ -103,14 +104,14 @@ class LookAhead:
         returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
         wanted = reserve + sum(_room_to_return(job, tiers) for job in returning)
         num_left = num_refused = 0
-        freed = device.freed_blocks(tiers.leaving)
+        freed = FreedBlocks(device, tiers.leaving)
         for job in border.outside() if spare < wanted else ():
             if not state.is_idle(job):
                 continue
             if num_left == _MOST_LEAVING:
                 self.on_change()
                 break
-            num_freed = freed.add(device.all_blocks(job.number))
+            num_freed = freed.add(job.number)
             if self._swapping.swap_out(job, state, is_early=True):
                 spare += num_freed
                 num_left += 1
@@ -170,7 +171,7 @@ class DeviceBorder:
         # Blocks of all jobs on the device, less ``capacity``.
         num_of_others = tiers.num_of_ended + tiers.held.device
         self._num_here = tiers.device.num_used - num_of_others - capacity
-        self._freed = tiers.device.freed_blocks(tiers.held.jobs)
+        self._freed = FreedBlocks(tiers.device, tiers.held.jobs)
         self._last = state.by_next_run(Place.DEVICE, last_first=True)
         # The jobs that were looked at: (estimate, job, blocks that are free once it and those
         # before it have left), the last to run first.
@@ -230,7 +231,7 @@ class DeviceBorder:
             if job is None:
                 return None
             if job.number not in self._state.busy:
-                num_freed = self._freed.add(self._tiers.device.all_blocks(job.number))
+                num_freed = self._freed.add(job.number)
                 looked_at.append((self._estimate(job), job, num_freed))
         return looked_at[index]
 

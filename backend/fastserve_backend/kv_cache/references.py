@@ -1,14 +1,14 @@
-"""How many jobs refer to each block of a pool, and what becomes free if some of them leave.
+"""How many jobs refer to each block of a pool, and how many blocks only certain jobs have.
 
 A block is free when the last job that refers to it gives it up. So what several jobs leave behind
-is not the sum of their tables. Every decision asks for such numbers: those of lasting sets of jobs
-are updated with each change (``JobSet``), others are counted (``FreedBlocks``).
+is not the sum of their tables. Each decision asks for such numbers, so they are updated with each
+change. What jobs leave that are chosen only then is counted by ``FreedBlocks``.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,42 +118,9 @@ class References:
 
     def num_alone(self, blocks: Blocks) -> int:
         """How many of these blocks, which one job has, no other job has."""
-        return int(np.count_nonzero(self.view[blocks] == 1)) if self.num_shared else len(blocks)
+        return int(np.count_nonzero(self.view[blocks] == 1))
 
     def check_integrity(self, all_blocks: Callable[[int], Blocks]) -> None:
         """Raise AssertionError unless the sets agree with the blocks of their jobs."""
         for jobs in self._sets:
             jobs.check_integrity(all_blocks)
-
-
-class FreedBlocks:
-    """Counts what becomes free if jobs give up blocks, one job after the other.
-
-    Args:
-        leaving: jobs that leave first. What becomes free with that does not count.
-    """
-
-    def __init__(self, references: References, leaving: Sequence[JobSet]) -> None:
-        self._references = references
-        self._leaving = leaving
-        self._given_up: Blocks | None = None  # references, by block
-
-    def add(self, blocks: Blocks) -> int:
-        """Another job gives up these blocks. Returns how many become free with that."""
-        if not self._references.num_shared:
-            return len(blocks)
-        given_up = self._count()
-        given_up[blocks] += 1
-        return int(np.count_nonzero(given_up[blocks] == self._references.view[blocks]))
-
-    def keep(self, blocks: Blocks) -> None:
-        """A job that would leave first keeps these blocks."""
-        if self._references.num_shared:
-            self._count()[blocks] -= 1
-
-    def _count(self) -> Blocks:
-        if self._given_up is None:
-            self._given_up = np.zeros_like(self._references.view)
-            for jobs in self._leaving:
-                self._given_up += jobs.own
-        return self._given_up

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class HeldSessions:
-    """Owns all held KV. Gives it to jobs, and changes their ``num_computed`` then.
+    """Owns all held KV, and gives it to jobs.
 
     Args:
         rotary_switch: as for ``KVManager``.
@@ -182,10 +182,9 @@ class HeldSessions:
         self._prefixes.forget(turn.job)
         is_on_device = self._tiers.device.num_held(turn.job.number) > 0
         self._tiers.hand_over(turn.job.number, job.number, num_tokens)
-        job.num_computed, job.num_shared = num_tokens, 0
         if self._swaps_are_lossy:
             job.num_swaps = turn.job.num_swaps
-        self._holders.add(job)
+        self._holders.add(job, num_tokens)
         if is_on_device:
             self._prefixes.publish(job)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fastserve_backend.config_sections import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
+from fastserve_backend.kv_cache.freed_blocks import FreedBlocks
 from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes, PrefixHit
 from fastserve_backend.kv_cache.sessions import HeldSessions
@@ -117,9 +118,8 @@ class Swapping:
         if num_more <= 0 or copy_s > self._costs.prefill_s(num_more):
             return
         self._tiers.refer_on_host(job.number, hit.keys, hit.parts)
-        job.num_computed, job.num_shared = num_tokens, 0
         self._counters.prefix_cached_tokens += num_tokens
-        self._holders.add(job)
+        self._holders.add(job, num_tokens)
 
     def write_back(self, job: Job, max_blocks: int, state: RoundState) -> None:
         """Start to copy full blocks of an idle job to the host, which must have room."""
@@ -209,13 +209,13 @@ class Swapping:
         if all of them take fewer."""
         found: list[Job] = []
         host = self._tiers.host
-        freed = host.freed_blocks(self._tiers.copies)
+        freed = FreedBlocks(host, self._tiers.copies)
         if self._tiers.has_copy(job.number):
-            freed.keep(host.all_blocks(job.number))
+            freed.keep(job.number)
         for other in state.less_urgent(job, Place.HOST):
             if self._tiers.is_swapped_out(other.number):
                 found.append(other)
-                num_blocks -= freed.add(host.all_blocks(other.number))
+                num_blocks -= freed.add(other.number)
                 if num_blocks <= 0:
                     return found
         return ()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.disk_tier import DiskTier
+from fastserve_backend.kv_cache.freed_blocks import FreedBlocks
 from fastserve_backend.kv_cache.held_blocks import HeldKV
 from fastserve_backend.kv_cache.transfers import Transfer, TransferKind
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
@@ -113,8 +114,7 @@ class TwoTierKV:
     @property
     def num_of_ended(self) -> int:
         """Device blocks that ended jobs still have, and no others but held ones."""
-        freed = self.device.freed_blocks(self.held.jobs)
-        return sum(freed.add(self.device.all_blocks(number)) for number in self._ended)
+        return sum(map(FreedBlocks(self.device, self.held.jobs).add, self._ended))
 
     @property
     def ended_not_leaving(self) -> list[int]:

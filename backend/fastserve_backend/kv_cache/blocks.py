@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -116,18 +117,17 @@ class BlockPool:
     def missing_but_for(
         self, job_number: int, num_tokens: int, first_token: int, keys: Sequence[bytes]
     ) -> tuple[int, int]:
-        """As ``missing``, if the job refers to the blocks that are published under its keys.
+        """As ``missing``, for ``grow_from``.
 
         Returns:
             the free blocks that it takes, and how many of them have no content yet.
         """
         num_free = num_new = 0
         for kind, places in enumerate(self._missing_places(job_number, num_tokens, first_token)):
-            for place in places:
-                block = self._find(keys, kind, place)
-                num_new += block is None
-                num_free += block is None or block in self._cached
-        return num_free, num_new
+            found = self._find(keys, kind, places)
+            num_new += len(places) - len(found)
+            num_free += sum(block in self._cached for block in found)
+        return num_free + num_new, num_new
 
     # --- Blocks of a job ----------------------------------------------------------------------
 
@@ -142,8 +142,8 @@ class BlockPool:
     def grow_from(
         self, job_number: int, num_tokens: int, first_token: int, keys: Sequence[bytes]
     ) -> list[array[int]]:
-        """Add what is ``missing``. Where a block is published under the job's key, the job refers
-        to that block.
+        """Add what is ``missing``. The job refers to the first of these blocks as far as they are
+        published under its keys.
 
         Args:
             keys: of the job's first blocks of a group.
@@ -156,29 +156,27 @@ class BlockPool:
             OutOfBlocksError: too few free blocks; the tables are unchanged.
         """
         missing = self._missing_places(job_number, num_tokens, first_token)
-        found = [
-            [self._find(keys, kind, place) for place in places] if keys else len(places) * [None]
-            for kind, places in enumerate(missing)
-        ]
-        needed = sum(block is None or block in self._cached for row in found for block in row)
+        found = [self._find(keys, kind, places) for kind, places in enumerate(missing)]
+        num_new = sum(map(len, missing)) - sum(map(len, found))
+        needed = num_new + sum(block in self._cached for row in found for block in row)
         if needed > self.num_free:
             raise OutOfBlocksError(
                 f"job {job_number} needs {needed} of {self.num_free} free blocks"
             )
         # First what is found, so that no cached block of it is used for something else.
-        self._refer(job_number, [block for row in found for block in row if block is not None])
-        new_places = [array("i") for _ in self.kinds]
-        new_blocks = []
-        tables = self._tables_of(job_number, first_token) if any(missing) else ()
-        for table, places, row, new in zip(tables, missing, found, new_places, strict=False):
-            for place, block in zip(places, row, strict=True):
-                if block is None:
-                    block = self._take_free()
-                    new.append(place)
-                    new_blocks.append(block)
-                table.append(block)
+        self._refer(job_number, [block for row in found for block in row])
+        new_blocks = [self._take_free() for _ in range(num_new)]
         if new_blocks:
-            self.references.add(job_number, np.array(new_blocks, np.int32))
+            self.references.add_new(job_number, np.array(new_blocks, np.int32))
+        new_places = [
+            array("i", places[len(row) :]) for places, row in zip(missing, found, strict=True)
+        ]
+        if any(missing):
+            rest = iter(new_blocks)
+            tables = self._tables_of(job_number, first_token)
+            for table, row, new in zip(tables, found, new_places, strict=True):
+                table.extend(row)
+                table.extend(islice(rest, len(new)))
         return new_places
 
     def refer_to(self, job_number: int, keys: Sequence[bytes], parts: Sequence[range]) -> None:
@@ -367,9 +365,18 @@ class BlockPool:
         assert self._keys.keys().isdisjoint(self._free), "a published block counts as empty"
         self.references.check_integrity(self.all_blocks)
 
-    def _find(self, keys: Sequence[bytes], kind: int, place: int) -> int | None:
-        block, group = divmod(place, self.kinds[kind].num_groups)
-        return self._published.get((keys[block], kind, group)) if block < len(keys) else None
+    def _find(self, keys: Sequence[bytes], kind: int, places: range) -> list[int]:
+        """The published blocks of the first of these places, up to one that is not there."""
+        found: list[int] = []
+        if keys:
+            num_groups = self.kinds[kind].num_groups
+            for place in places[: max(0, len(keys) * num_groups - places.start)]:
+                block, group = divmod(place, num_groups)
+                number = self._published.get((keys[block], kind, group))
+                if number is None:
+                    break
+                found.append(number)
+        return found
 
     def _missing_places(self, job_number: int, num_tokens: int, first_token: int) -> list[range]:
         end = -(-num_tokens // self.block_size)

@@ -98,6 +98,13 @@ class References:
         self._sets.append(JobSet(self.view))
         return self._sets[-1]
 
+    def add_new(self, job_number: int, blocks: Blocks) -> None:
+        """The job refers to these blocks from now on, to which no job does."""
+        for jobs in self._sets:
+            if job_number in jobs:
+                jobs.before_added(job_number, blocks)
+        self.view[blocks] = 1
+
     def add(self, job_number: int, blocks: Blocks) -> None:
         """The job refers to these blocks from now on."""
         for jobs in self._sets:
@@ -109,7 +116,8 @@ class References:
     def drop(self, job_number: int, blocks: Blocks) -> Blocks:
         """The job gives up these blocks. Returns those to which no job refers now, in order."""
         for jobs in self._sets:
-            jobs.before_dropped(job_number, blocks)
+            if self.num_shared or job_number in jobs:  # else no other job has these blocks
+                jobs.before_dropped(job_number, blocks)
         before = self.view[blocks]
         self.num_shared -= int(np.count_nonzero(before == 2))
         self.view[blocks] = before - 1

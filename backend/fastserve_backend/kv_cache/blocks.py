@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -137,7 +137,13 @@ class BlockPool:
         Raises:
             OutOfBlocksError: too few free blocks; the tables are unchanged.
         """
-        self.grow_from(job_number, num_tokens, first_token, ())
+        if len(self.kinds) > 1 or self.has_windows:
+            self.grow_from(job_number, num_tokens, first_token, ())
+        elif missing := self.missing(job_number, num_tokens):
+            self._check_free(job_number, missing)
+            new_blocks = [self._take_free() for _ in range(missing)]
+            self.references.add_new(job_number, new_blocks)
+            self._tables_of(job_number, 0)[0].extend(new_blocks)
 
     def grow_from(
         self, job_number: int, num_tokens: int, first_token: int, keys: Sequence[bytes]
@@ -159,15 +165,11 @@ class BlockPool:
         found = [self._find(keys, kind, places) for kind, places in enumerate(missing)]
         num_new = sum(map(len, missing)) - sum(map(len, found))
         needed = num_new + sum(block in self._cached for row in found for block in row)
-        if needed > self.num_free:
-            raise OutOfBlocksError(
-                f"job {job_number} needs {needed} of {self.num_free} free blocks"
-            )
+        self._check_free(job_number, needed)
         # First what is found, so that no cached block of it is used for something else.
         self._refer(job_number, [block for row in found for block in row])
         new_blocks = [self._take_free() for _ in range(num_new)]
-        if new_blocks:
-            self.references.add_new(job_number, np.array(new_blocks, np.int32))
+        self.references.add_new(job_number, new_blocks)
         new_places = [
             array("i", places[len(row) :]) for places, row in zip(missing, found, strict=True)
         ]
@@ -250,10 +252,11 @@ class BlockPool:
         """With which block of a group the job's table for a kind begins."""
         return self._firsts[job_number][kind]
 
-    def block_at(self, job_number: int, kind: int, place: int) -> int:
-        """The block at a place, as in ``grow_from``."""
+    def blocks_at(self, job_number: int, kind: int, places: Iterable[int]) -> list[int]:
+        """The blocks at these places, as in ``grow_from``."""
         first = self._firsts[job_number][kind] * self.kinds[kind].num_groups
-        return self._tables[job_number][kind][place - first]
+        table = self._tables[job_number][kind]
+        return [table[place - first] for place in places]
 
     def all_blocks(self, job_number: int) -> Blocks:
         """The numbers of the job's blocks of all kinds."""
@@ -268,9 +271,11 @@ class BlockPool:
         """Whether another job has this block of any group of the job, which has it too."""
         counts = self.references.counts
         return any(
-            counts[self.block_at(job_number, index, place)] > 1
+            counts[number] > 1
             for index, kind in enumerate(self.kinds)
-            for place in range(block * kind.num_groups, (block + 1) * kind.num_groups)
+            for number in self.blocks_at(
+                job_number, index, range(block * kind.num_groups, (block + 1) * kind.num_groups)
+            )
         )
 
     def unseen_blocks(self, job_number: int, position: int) -> Blocks:
@@ -412,6 +417,12 @@ class BlockPool:
             num_unseen.append(kind.num_groups * max(0, seen - first))
         return num_unseen
 
+    def _check_free(self, job_number: int, needed: int) -> None:
+        if needed > self.num_free:
+            raise OutOfBlocksError(
+                f"job {job_number} needs {needed} of {self.num_free} free blocks"
+            )
+
     def _take_free(self) -> int:
         if self._free:
             return self._free.pop()
@@ -431,7 +442,11 @@ class BlockPool:
         # The last block first, so that it is the first to be lost: a block is of use only together
         # with all preceding blocks.
         last_first = np.array(blocks, np.int32)[::-1]
-        for block in self.references.drop(job_number, last_first).tolist():
+        freed = self.references.drop(job_number, last_first).tolist()
+        if not self._keys:
+            self._free.extend(freed)
+            return
+        for block in freed:
             if block in self._keys:
                 self._cached[block] = None
             else:

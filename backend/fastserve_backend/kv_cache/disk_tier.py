@@ -92,7 +92,7 @@ class DiskTier:
         host_blocks, end = array("i"), self.slots.blocks_for(num_tokens)
         for index, kind in enumerate(self.slots.kinds):
             places = range(self.slots.first(owner, index) * kind.num_groups, end * kind.num_groups)
-            host_blocks.extend(self._host.block_at(job_number, index, place) for place in places)
+            host_blocks.extend(self._host.blocks_at(job_number, index, places))
         slots = self._array(self.slots, owner)
         assert len(host_blocks) == len(slots), "the host lacks blocks of a saved prefix"
         return self._start(

@@ -17,93 +17,29 @@ Blocks = NDArray[np.int32]
 """int32 [n]: different block numbers."""
 
 
-class JobSet:
-    """Jobs with blocks, and how many blocks only they have."""
-
-    def __init__(self, counts: Blocks) -> None:
-        """
-        Args:
-            counts: of the references to each block. Changed by the pool.
-        """
-        self.num_alone = 0
-        """Blocks that are free if all these jobs leave."""
-        self._counts = counts
-        self.own = np.zeros_like(counts)
-        """References of these jobs to each block."""
-        self._jobs: set[int] = set()
-
-    def __contains__(self, job_number: int) -> bool:
-        return job_number in self._jobs
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._jobs)
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def add(self, job_number: int, blocks: Blocks) -> None:
-        """Add a job that has these blocks."""
-        self._jobs.add(job_number)
-        self.own[blocks] += 1
-        self.num_alone += int(np.count_nonzero(self.own[blocks] == self._counts[blocks]))
-
-    def remove(self, job_number: int, blocks: Blocks) -> None:
-        """Remove a job that has these blocks."""
-        self._jobs.discard(job_number)
-        self.num_alone -= int(np.count_nonzero(self.own[blocks] == self._counts[blocks]))
-        self.own[blocks] -= 1
-
-    def before_added(self, job_number: int, blocks: Blocks) -> None:
-        """A job is about to refer to these blocks."""
-        if job_number in self._jobs:
-            self.num_alone += int(np.count_nonzero(self._counts[blocks] == 0))
-            self.own[blocks] += 1
-        elif self._jobs:
-            self.num_alone -= self._count_all_own(blocks, self._counts[blocks])
-
-    def before_dropped(self, job_number: int, blocks: Blocks) -> None:
-        """A job is about to give up these blocks."""
-        if job_number in self._jobs:
-            self.num_alone -= int(np.count_nonzero(self._counts[blocks] == 1))
-            self.own[blocks] -= 1
-        elif self._jobs:
-            self.num_alone += self._count_all_own(blocks, self._counts[blocks] - 1)
-
-    def check_integrity(self, all_blocks: Callable[[int], Blocks]) -> None:
-        """Raise AssertionError unless the numbers agree with the blocks of the jobs."""
-        own = np.zeros_like(self.own)
-        for job_number in self._jobs:
-            own[all_blocks(job_number)] += 1
-        assert np.array_equal(own, self.own), "references of a set of jobs"
-        assert self.num_alone == np.count_nonzero((own > 0) & (own == self._counts))
-
-    def _count_all_own(self, blocks: Blocks, counts: Blocks) -> int:
-        own = self.own[blocks]
-        return int(np.count_nonzero((own > 0) & (own == counts)))
-
-
 class References:
     """The counts of a pool, and the sets of jobs that it keeps."""
 
     def __init__(self, num_blocks: int) -> None:
-        # The same memory twice: a single block is faster in an array, many are in numpy.
+        # The same memory twice: a few blocks are faster in an array, many are in numpy.
         self.counts = array("i", bytes(4 * num_blocks))
         self.view = np.frombuffer(self.counts, np.int32)
-        self._sets: list[JobSet] = []
         self.num_shared = 0
         """Blocks to which several jobs refer."""
+        self._sets: list[JobSet] = []
 
     def job_set(self) -> JobSet:
         """A new set, which is empty."""
-        self._sets.append(JobSet(self.view))
+        self._sets.append(JobSet(self))
         return self._sets[-1]
 
-    def add_new(self, job_number: int, blocks: Blocks) -> None:
+    def add_new(self, job_number: int, blocks: list[int]) -> None:
         """The job refers to these blocks from now on, to which no job does."""
+        for block in blocks:
+            self.counts[block] = 1
         for jobs in self._sets:
             if job_number in jobs:
-                jobs.before_added(job_number, blocks)
-        self.view[blocks] = 1
+                jobs.on_new(blocks)
 
     def add(self, job_number: int, blocks: Blocks) -> None:
         """The job refers to these blocks from now on."""
@@ -116,8 +52,10 @@ class References:
     def drop(self, job_number: int, blocks: Blocks) -> Blocks:
         """The job gives up these blocks. Returns those to which no job refers now, in order."""
         for jobs in self._sets:
-            if self.num_shared or job_number in jobs:  # else no other job has these blocks
-                jobs.before_dropped(job_number, blocks)
+            jobs.before_dropped(job_number, blocks)
+        if not self.num_shared:  # mostly, and all at once
+            self.view[blocks] = 0
+            return blocks
         before = self.view[blocks]
         self.num_shared -= int(np.count_nonzero(before == 2))
         self.view[blocks] = before - 1
@@ -132,3 +70,85 @@ class References:
         """Raise AssertionError unless the sets agree with the blocks of their jobs."""
         for jobs in self._sets:
             jobs.check_integrity(all_blocks)
+
+
+class JobSet:
+    """Jobs with blocks, and how many blocks only they have."""
+
+    def __init__(self, references: References) -> None:
+        self.num_alone = 0
+        """Blocks that are free if all these jobs leave."""
+        self.own = np.zeros_like(references.view)
+        """References of these jobs to each block."""
+        self._references = references
+        self._jobs: set[int] = set()
+
+    def __contains__(self, job_number: int) -> bool:
+        return job_number in self._jobs
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job_number: int, blocks: Blocks) -> None:
+        """Add a job that has these blocks."""
+        self._jobs.add(job_number)
+        if not self._references.num_shared:
+            self.own[blocks] = 1
+            self.num_alone += len(blocks)
+            return
+        self.own[blocks] += 1
+        self.num_alone += self._count_all_own(blocks)
+
+    def remove(self, job_number: int, blocks: Blocks) -> None:
+        """Remove a job that has these blocks."""
+        self._jobs.discard(job_number)
+        if not self._references.num_shared:
+            self.own[blocks] = 0
+            self.num_alone -= len(blocks)
+            return
+        self.num_alone -= self._count_all_own(blocks)
+        self.own[blocks] -= 1
+
+    def on_new(self, blocks: list[int]) -> None:
+        """One of the jobs has these blocks, which no job had."""
+        self.own[blocks] = 1
+        self.num_alone += len(blocks)
+
+    def before_added(self, job_number: int, blocks: Blocks) -> None:
+        """A job is about to refer to these blocks."""
+        if job_number in self._jobs:
+            self.num_alone += int(np.count_nonzero(self._references.view[blocks] == 0))
+            self.own[blocks] += 1
+        elif self._jobs:
+            self.num_alone -= self._count_all_own(blocks)
+
+    def before_dropped(self, job_number: int, blocks: Blocks) -> None:
+        """A job is about to give up these blocks."""
+        is_member = job_number in self._jobs
+        if not self._references.num_shared:  # no other job has them
+            if is_member:
+                self.own[blocks] = 0
+                self.num_alone -= len(blocks)
+        elif is_member:
+            self.num_alone -= self._references.num_alone(blocks)
+            self.own[blocks] -= 1
+        elif self._jobs:
+            others = self._references.view[blocks] - 1
+            self.num_alone += int(np.count_nonzero((others > 0) & (self.own[blocks] == others)))
+
+    def check_integrity(self, all_blocks: Callable[[int], Blocks]) -> None:
+        """Raise AssertionError unless the numbers agree with the blocks of the jobs."""
+        own = np.zeros_like(self.own)
+        for job_number in self._jobs:
+            own[all_blocks(job_number)] += 1
+        assert np.array_equal(own, self.own), "references of a set of jobs"
+        counts = self._references.view
+        assert self.num_alone == np.count_nonzero((own > 0) & (own == counts))
+
+    def _count_all_own(self, blocks: Blocks) -> int:
+        """How many of these blocks only jobs of the set have."""
+        own = self.own[blocks]
+        return int(np.count_nonzero((own > 0) & (own == self._references.view[blocks])))

@@ -496,12 +496,11 @@ class TwoTierKV:
         device_blocks, host_blocks, num_last = array("i"), array("i"), 0
         for is_last in (False, True):
             for index, of_kind in enumerate(places):
-                num_groups = self.needs.kinds[index].num_groups
-                for place in of_kind:
-                    if (place // num_groups == last) is is_last:
-                        device_blocks.append(self.device.block_at(job_number, index, place))
-                        host_blocks.append(self.host.block_at(job_number, index, place))
-                        num_last += is_last
+                begin_of_last = last * self.needs.kinds[index].num_groups
+                copied = [place for place in of_kind if (place >= begin_of_last) is is_last]
+                device_blocks.extend(self.device.blocks_at(job_number, index, copied))
+                host_blocks.extend(self.host.blocks_at(job_number, index, copied))
+                num_last += len(copied) * is_last
         transfer = Transfer(
             id=next(self._ids),
             job_number=job_number,

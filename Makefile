@@ -15,6 +15,9 @@ INSTALLED := $(VENV)/.installed
 # Half of pip's time is to compile modules, of which nobody imports most. A server's are compiled as
 # they are imported once at the end.
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# Many container images set it. Then nothing is ever compiled here, and each rank takes three times as
+# long to import torch.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A worker more than cores, as tests often wait for servers; four at most, as each may have a server
 # and torch in memory. Tests that share a server stay together, see tests/support/sharing.py.

@@ -222,7 +222,7 @@ class _Run:
     def _run(self, phase: Phase, outcome: dict[str, Any]) -> None:
         """Runs a phase, and keeps its part of the JSON up to date."""
         left_s = self._arguments.minutes * 60 - RESERVE_S - (time.monotonic() - self._started_s)
-        limit_s = min(phase.limit_here_s, left_s)
+        limit_s = min(phase.limit_here_s(self._arguments.tiny), left_s)
         outcome["limit_s"] = round(limit_s, 1)
         outcome["error"] = self._reason_to_skip(phase, limit_s)
         if outcome["error"] is None:
@@ -266,7 +266,8 @@ class _Run:
         elif self.was_interrupted:
             outcome["status"], outcome["error"] = "interrupted", "the run was interrupted"
         elif code is None:
-            more = "; --minutes gives it more" if limit_s < phase.limit_here_s else ""
+            is_short = limit_s < phase.limit_here_s(self._arguments.tiny)
+            more = "; --minutes gives it more" if is_short else ""
             outcome["status"] = "timed out"
             outcome["error"] = f"was ended after {limit_s:.0f} s{more}"
         else:

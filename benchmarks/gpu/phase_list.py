@@ -42,11 +42,11 @@ class Phase:
     """The phase tests correctness, not speed. Then it takes longer with fewer cores, as most of its
     time goes to compiling."""
 
-    @property
-    def limit_here_s(self) -> float:
-        """Most seconds on this machine."""
-        cores = len(os.sched_getaffinity(0))
-        return self.limit_s * max(1.0, CORES / cores) if self.is_check else self.limit_s
+    def limit_here_s(self, is_dry_run: bool) -> float:
+        """Most seconds on this machine. A dry run, too, takes longer with fewer cores."""
+        if not (self.is_check or is_dry_run):
+            return self.limit_s
+        return self.limit_s * max(1.0, CORES / len(os.sched_getaffinity(0)))
 
     @property
     def module(self) -> str:

@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
-from fastserve_client.http_aio_transport import AioHttpTransport
 from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S, is_loopback, listen
 from fastserve_client.tracing import open_tracer
 
@@ -57,11 +56,14 @@ def run_gateway(
         TracesError: the environment asks for traces that cannot be sent.
     """
     for endpoint in map(Endpoint.parse, settings.urls):
+        # The application connects only when clients can connect already. So the endpoint is checked
+        # now, and what its transport needs is imported now: that takes a second on a busy machine,
+        # for which the first clients would wait. The other transport's import would be in vain.
         if endpoint.uses_http:
-            # Check it now: the application connects only when clients can connect already.
+            from fastserve_client.http_aio_transport import AioHttpTransport
+
             AioHttpTransport(endpoint)
         else:
-            # Now too: it takes a second on a busy machine, for which the first clients would wait.
             import_module("fastserve_client.grpc_aio_transport")
     if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(

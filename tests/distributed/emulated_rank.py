@@ -5,6 +5,7 @@ With the variable `COMMUNICATIONS` it computes nothing and notes what it exchang
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
@@ -27,6 +28,8 @@ from emulated_gpu import DeviceTensor, EmulatedGPU, Stream, current_stream
 from fastserve_backend.worker.__main__ import main
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from triton import knobs
+from triton.runtime.jit import JITFunction
 
 MEMORY = 1 << 30
 """The GPU's memory in bytes. It always counts as free."""
@@ -61,6 +64,7 @@ def run() -> int:
         **{name: partial(nccl.collective, name) for name in ("all_reduce", "broadcast", "gather")},
     }.items():
         monkeypatch.setattr(dist, name, replacement)
+    monkeypatch.setattr(JITFunction, "_do_compile", _in_turn(JITFunction._do_compile))
     run_thread = threading.Thread.run
 
     def run_on_gpu(thread: threading.Thread) -> None:
@@ -70,6 +74,20 @@ def run() -> int:
     monkeypatch.setattr(threading.Thread, "run", run_on_gpu)
     with torch.inference_mode(), gpu:
         return main()
+
+
+def _in_turn(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Ranks launch the same kernels at the same time. One of them compiles a kernel, and the others
+    find it in Triton's cache."""
+
+    def run_alone(*args: Any, **kwargs: Any) -> Any:
+        cache = Path(knobs.cache.dir)
+        cache.mkdir(parents=True, exist_ok=True)
+        with Path(cache, "compiling").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return compile_kernel(*args, **kwargs)
+
+    return run_alone
 
 
 class EmulatedNCCL:

@@ -13,6 +13,7 @@ from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from fastserve_backend.checkpoints.tokenizer import ByteTokenizer, TokenizationError, Tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import random_examples
 from tokenizer_files import (
     LAYOUTS,
     SENTENCEPIECE_SIZE,
@@ -76,7 +77,7 @@ def test_encode_equals_transformers(both: Any, text: str) -> None:
     assert ours.encode(text) == theirs(text).input_ids
 
 
-@settings(max_examples=60)
+@random_examples(60)
 @given(st.lists(st.integers(0, VOCAB_SIZE + 3), max_size=40))
 def test_decode_equals_transformers(both: Any, ids: list[int]) -> None:
     """Any ids are decoded, including broken UTF-8 and ids without a token."""
@@ -103,7 +104,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 class TestBothKinds:
-    @settings(max_examples=100)
+    @random_examples(100)
     @given(st.text(max_size=60).filter(lambda text: "<" not in text))
     def test_round_trip(self, tokenizer: Tokenizer, text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -114,14 +115,14 @@ class TestBothKinds:
         text = "".join(words)
         assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.max_token_bytes
 
-    @settings(max_examples=100)
+    @random_examples(100)
     @given(st.data())
     def test_stream_is_decode(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         """Random ids are mostly bytes of invalid UTF-8, which is the hardest case."""
         ids = data.draw(st.lists(st.integers(0, 420), max_size=60))
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
-    @settings(max_examples=100)
+    @random_examples(100)
     @given(st.text(max_size=40).filter(lambda text: "<" not in text))
     def test_stream_never_breaks_a_character(self, tokenizer: Tokenizer, text: str) -> None:
         text = text.replace("\ufffd", "")
@@ -261,7 +262,7 @@ class TestSentencePiece:
         ours = HFTokenizer(tmp_path, SENTENCEPIECE_SIZE)
         assert ours.decode(ours.encode(" Hello")) == "  Hello"
 
-    @settings(max_examples=100)
+    @random_examples(100)
     @given(st.text(max_size=40).filter(lambda text: "<" not in text and "▁" not in text))
     def test_stream_never_breaks_a_character(self, both_sentencepiece: Any, text: str) -> None:
         """This includes characters whose bytes have a token each, such as emoji."""
@@ -272,7 +273,7 @@ class TestSentencePiece:
         assert not any("\ufffd" in piece for piece in pieces)
         assert pieces[-1] == ""
 
-    @settings(max_examples=100)
+    @random_examples(100)
     @given(st.lists(st.integers(0, SENTENCEPIECE_SIZE + 3), max_size=40))
     def test_stream_is_decode(self, both_sentencepiece: Any, ids: list[int]) -> None:
         ours, _ = both_sentencepiece

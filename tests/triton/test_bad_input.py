@@ -26,6 +26,8 @@ from serving_client import (
 from waiting import wait_for
 
 GOOD_PROMPT = "Once upon a time"
+# Of a stream beside the bad requests. It takes about as long as they do.
+NUM_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,7 @@ def refused(endpoints: Endpoints) -> Iterator[list[Bad]]:
         endpoints.grpc_url,
         text_input=GOOD_PROMPT,
         stream=True,
-        max_tokens=3500,
+        max_tokens=NUM_TOKENS,
         ignore_eos=True,
         seed=5,
     )
@@ -318,7 +320,7 @@ def refused(endpoints: Endpoints) -> Iterator[list[Bad]]:
     yield found
     answer = stream.finish()
     assert answer.error is None
-    assert len(answer.token_ids) == 3500
+    assert len(answer.token_ids) == NUM_TOKENS
     wait_for(lambda: metric(endpoints.metrics_url, rejected) >= before + len(found))
 
 

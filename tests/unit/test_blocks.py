@@ -10,6 +10,7 @@ from fastserve_backend.kv_cache.freed_blocks import FreedBlocks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from matrices import random_examples
 
 
 def test_a_table_grows_by_whole_blocks() -> None:
@@ -241,5 +242,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_free == self.pool.num_blocks
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+PoolMachine.TestCase.settings = settings(random_examples(150), stateful_step_count=40)
 TestPoolMachine = PoolMachine.TestCase

@@ -232,6 +232,12 @@ def test_the_gateway_needs_nothing_of_the_engine() -> None:
 
 
 @pytest.mark.slow
+def test_a_gateway_imports_the_transport_of_its_urls_alone() -> None:
+    """aiohttp takes a third of a start, and nothing uses it where all URLs are gRPC's."""
+    assert not {"aiohttp", "grpc"} & loaded_modules("import fastserve_gateway.command")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
     [

@@ -8,10 +8,11 @@ from fastserve_backend.kv_cache.transfers import TransferKind
 from fastserve_backend.offers import EVERYWHERE
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
 from kv_desk import FAST_LINK, SLOW_LINK, Desk, jobs_of
+from matrices import random_examples
 from policies import Listed
 
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
@@ -152,7 +153,7 @@ def test_a_deferred_job_is_not_overtaken_by_new_ones() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@random_examples(200)
 @given(
     data=st.data(),
     strategy=st.sampled_from(STRATEGIES),

@@ -15,13 +15,14 @@ from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder, We
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
+from matrices import random_examples
 from policies import POLICIES, iterate, make_policy
 
 SEEDS = st.integers(0, 2**32)
 BLOCK_SIZE = 4
 
 
-@settings(max_examples=200)
+@random_examples(200)
 @given(seed=SEEDS)
 def test_each_place_has_its_jobs_in_order(seed: int) -> None:
     rng = random.Random(seed)
@@ -52,7 +53,7 @@ def test_each_place_has_its_jobs_in_order(seed: int) -> None:
             assert list(part.jobs(last_first=True)) == there[::-1]
 
 
-@settings(max_examples=200)
+@random_examples(200)
 @given(seed=SEEDS)
 def test_weights_are_summed_in_order(seed: int) -> None:
     rng = random.Random(seed)
@@ -121,7 +122,7 @@ class ByNumber:
         return lambda job: (job.number, 0.0)
 
 
-@settings(max_examples=300)
+@random_examples(300)
 @given(seed=SEEDS)
 def test_the_border_is_where_the_blocks_of_all_jobs_before_it_fill_the_device(seed: int) -> None:
     rng = random.Random(seed)

@@ -9,8 +9,9 @@ import pytest
 from fastserve_backend.profile.fit import Sample, fit, mean_error
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.loads import full_grid, random_mixes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from matrices import random_examples
 from profiles import LIMITS, LINK, identity, known_profile
 
 
@@ -72,7 +73,7 @@ mix = st.lists(job, min_size=1, max_size=20)
     asked=mix,
     more=st.lists(job, max_size=5),
 )
-@settings(max_examples=150)
+@random_examples(150)
 def test_noise_never_gives_a_falling_or_negative_prediction(
     measured: list[tuple[list[tuple[int, int, bool]], float]],
     asked: list[tuple[int, int, bool]],

@@ -8,9 +8,10 @@ from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import Job
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.promotion import Promotion
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
+from matrices import random_examples
 
 STARVATION_S = 30.0
 
@@ -106,7 +107,7 @@ def test_a_job_that_ends_in_its_turn_makes_room() -> None:
     assert promotion.update(30.1, ()).begun == [second]
 
 
-@settings(max_examples=300)
+@random_examples(300)
 @given(
     arrivals_s=st.lists(st.floats(0.0, 40.0), min_size=1, max_size=40),
     batch=st.integers(1, 40),

@@ -18,6 +18,7 @@ from fastserve_backend.scheduler.slo import SLO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import run_iteration
+from matrices import random_examples
 from policies import ENDLESS, NEVER_S, TIMES, UNLIMITED, iterate, one_job, select
 
 
@@ -268,7 +269,7 @@ def run_history(slo: Gittins, services: list[ServiceLevel], seed: int) -> list[l
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@random_examples(60)
 @given(seed=st.integers(0, 2**32), starvation_s=st.sampled_from([20.0, NEVER_S]))
 def test_without_objectives_all_decisions_are_those_of_gittins(
     seed: int, starvation_s: float
@@ -281,7 +282,7 @@ def test_without_objectives_all_decisions_are_those_of_gittins(
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@random_examples(60)
 @given(
     seed=st.integers(0, 2**32),
     services=st.lists(

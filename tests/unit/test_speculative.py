@@ -17,6 +17,7 @@ from fastserve_backend.scheduler.srpt import SRPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
+from matrices import random_examples
 from policies import AGING, TIMES, by_priority, iterate, one_job, quanta, select, speculative
 
 HARDLY = 1e-9  # aging that only decides between equals
@@ -389,7 +390,7 @@ class ByDefinition(KeyedPolicy):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@random_examples(60)
 @given(seed=st.integers(0, 2**32))
 def test_the_schedule_is_that_of_sorting_all_jobs_at_each_selection(seed: int) -> None:
     limits = some_limits(seed)

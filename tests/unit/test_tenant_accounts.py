@@ -12,9 +12,10 @@ from fastserve_backend.config_sections import TenantsSection
 from fastserve_backend.engine.tenant_accounts import TenantAccounts
 from fastserve_backend.errors import InvalidRequestError, TenantLimitError
 from fastserve_backend.job import Job, ServiceLevel
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jobs import make_job
+from matrices import random_examples
 
 
 class Queue:
@@ -97,7 +98,7 @@ def test_requests_without_a_tenant_may_fill_the_queue_until_one_has_a_tenant() -
     assert queue.send_until_refused("") < 40
 
 
-@settings(max_examples=100)
+@random_examples(100)
 @given(seed=st.integers(0, 2**32))
 @example(seed=32976703)  # the sum of all weights is rounded to less than one of them
 def test_nobody_with_several_jobs_takes_the_last_place(seed: int) -> None:
@@ -161,7 +162,7 @@ def test_a_prompt_larger_than_a_minutes_tokens_needs_a_full_bucket() -> None:
     queue.send("a", now=100.1, prompt_len=100)
 
 
-@settings(max_examples=100)
+@random_examples(100)
 @given(seed=st.integers(0, 2**32))
 def test_no_tenant_gets_more_than_its_tokens(seed: int) -> None:
     """Beyond its rate it gets at most a minute's tokens, and the output of accepted jobs."""

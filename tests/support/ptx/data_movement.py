@@ -11,9 +11,9 @@ from ptx.machine import WARP, Machine, Mask
 from ptx.program import Instruction, vector
 
 
-def _index(mask: Mask) -> Mask | slice:
+def _index(machine: Machine, mask: Mask) -> Mask | slice:
     """Selects the threads of the mask, without a copy where these are all."""
-    return slice(None) if mask.all() else mask
+    return slice(None) if mask is machine.everyone else mask
 
 
 def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
@@ -25,7 +25,7 @@ def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
         return
     registers = vector(i.operands[0])
     width = size * len(registers)
-    chosen = _index(mask)
+    chosen = _index(machine, mask)
     addresses = machine.addresses(i.operands[1])[chosen]
     if i.parts[1] == "global":
         data = machine.memory.read(addresses, width)
@@ -42,7 +42,7 @@ def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _store(machine: Machine, i: Instruction, mask: Mask) -> None:
-    chosen = _index(mask)
+    chosen = _index(machine, mask)
     values = np.stack([machine.read(one, i.type)[chosen] for one in vector(i.operands[1])], axis=1)
     data = values.view(np.uint8)
     addresses = machine.addresses(i.operands[0])[chosen]

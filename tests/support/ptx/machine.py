@@ -25,6 +25,8 @@ _REGISTERS = {
     "s": np.uint8, "f": np.uint32, "l": np.uint32, "h": np.uint32,
     "w": np.uint32,  # of inline assembly
 }  # fmt: skip
+UNWRITTEN = 0xCDCDCDCDCDCDCDCD
+"""Bits of registers that were never written, which hold arbitrary values."""
 _ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
 Mask = Array
@@ -60,7 +62,7 @@ class Machine:
         self._earlier = earlier
         self.num_programs = len(ids)
         self.threads = len(ids) * program.threads
-        self.shared = SharedMemory(len(ids), shared_bytes)
+        self.shared = SharedMemory(len(ids), shared_bytes, program.shared_unit)
         self.products = Products(self.shared, -(-self.threads // WARP_GROUP))
         threads = np.arange(self.threads)
         self.program_of = threads // program.threads
@@ -79,7 +81,13 @@ class Machine:
         }
         self._special = {name: values.astype(np.uint32) for name, values in special.items()}
         self._registers: dict[str, Array] = {}
-        self._executing = np.zeros(self.threads, np.bool_)
+        # Most instructions are executed by all threads. Their mask is always this very object, so
+        # that nothing needs to look at its values.
+        self.everyone = np.ones(self.threads, np.bool_)
+        self.everyone.setflags(write=False)
+        self._group_starts = np.arange(0, self.threads, WARP_GROUP)
+        self._all_groups = np.ones(len(self._group_starts), np.bool_)
+        self._executing = self.everyone
         self.alive = np.ones(self.threads, np.bool_)
         self._waited = np.full(self.threads, earlier is None)
 
@@ -91,16 +99,18 @@ class Machine:
             UnknownCode: of one that is not among these.
         """
         code = self.program.instructions
-        waiting = {0: self.alive.copy()}  # by index of the instruction that they execute next
+        waiting = {0: self.everyone}  # by index of the instruction that they execute next
         while waiting:
             at = min(waiting)
             mask = waiting.pop(at)  # of at least one thread, all of them alive
             instruction = code[at]
-            executing = mask if instruction.guard is None else mask & self._guard(instruction)
+            executing = mask
+            if instruction.guard is not None:
+                executing = self._known(mask & self._guard(instruction))
             operation = instruction.parts[0]
             go_on = mask
             if operation == "bra":
-                _join(waiting, self.program.labels[instruction.operands[0]], executing)
+                self._join(waiting, self.program.labels[instruction.operands[0]], executing)
                 go_on = mask & ~executing
             elif operation == "ret":
                 self.alive &= ~executing
@@ -113,7 +123,7 @@ class Machine:
                     execute[operation](self, instruction, executing)
                 except MachineError as error:
                     raise MachineError(f"{instruction.text}: {error}") from None
-            _join(waiting, at + 1, go_on)
+            self._join(waiting, at + 1, go_on)
         if not self._waited.all():
             raise MachineError("threads end without griddepcontrol.wait")
 
@@ -143,7 +153,7 @@ class Machine:
         if operand in self._special:
             return self._special[operand].view(dtype)
         if not operand.startswith("%"):
-            return np.broadcast_to(_constant(operand, type_name), self.threads)
+            return _constants(operand, type_name, self.threads)
         if self.products.are_under_way and not by_product:
             self.products.check_use(operand, self._groups(self._executing))
         register = self.register(operand)
@@ -165,15 +175,15 @@ class Machine:
         register = self.register(operand)
         if values.itemsize < register.itemsize:
             values = values.astype(f"{values.dtype.kind}{register.itemsize}")
-        np.copyto(register, np.ascontiguousarray(values).view(register.dtype), where=mask)
+        values = values.view(register.dtype)
+        if mask is self.everyone:
+            np.copyto(register, values)
+        else:
+            np.copyto(register, values, where=mask)
 
     def register(self, name: str) -> Array:
         if (register := self._registers.get(name)) is None:
-            kind = re.fullmatch(r"%([a-z]+)\d+", name)
-            if kind is None or kind[1] not in _REGISTERS:
-                raise UnknownCode(f"register {name}")
-            # Registers that were never written hold arbitrary values.
-            register = np.full(self.threads, 0xCDCD).astype(_REGISTERS[kind[1]])
+            register = np.full(self.threads, _unwritten(name))
             self._registers[name] = register
         return register
 
@@ -183,7 +193,7 @@ class Machine:
         if base.startswith("%"):
             start = self.register(base).astype(np.int64)
         else:
-            start = np.broadcast_to(_constant(base, "s64"), self.threads)
+            start = _constants(base, "s64", self.threads)
         return start + offset
 
     def whole_warps(self, mask: Mask, size: int = WARP) -> Array:
@@ -192,6 +202,8 @@ class Machine:
         Raises:
             MachineError: of one of them only some threads do.
         """
+        if mask is self.everyone:
+            return np.ones(self.threads // size, np.bool_)
         of_groups = mask.reshape(-1, size)
         if (of_groups.any(1) != of_groups.all(1)).any():
             raise MachineError(f"not by all {size} threads")
@@ -200,7 +212,9 @@ class Machine:
 
     def _groups(self, mask: Mask) -> Array:
         """bool: the groups of four warps that have a thread in the mask."""
-        of_groups: Array = np.add.reduceat(mask, range(0, self.threads, WARP_GROUP)) > 0
+        if mask is self.everyone:
+            return self._all_groups
+        of_groups: Array = np.logical_or.reduceat(mask, self._group_starts)
         return of_groups
 
     def _guard(self, instruction: Instruction) -> Array:
@@ -208,12 +222,15 @@ class Machine:
         guard = self.register(instruction.guard)
         return ~guard if instruction.is_negated else guard
 
+    def _known(self, mask: Mask) -> Mask:
+        """The mask itself, or ``everyone`` if it has all threads."""
+        return self.everyone if mask.all() else mask
 
-def _join(waiting: dict[int, Mask], at: int, mask: Mask) -> None:
-    if at in waiting:
-        waiting[at] = waiting[at] | mask
-    elif mask.any():
-        waiting[at] = mask
+    def _join(self, waiting: dict[int, Mask], at: int, mask: Mask) -> None:
+        if at in waiting:
+            waiting[at] = self._known(waiting[at] | mask)
+        elif mask is self.everyone or mask.any():
+            waiting[at] = mask
 
 
 @cache
@@ -224,6 +241,26 @@ def _address(operand: str) -> tuple[str, int]:
         raise UnknownCode(f"address {operand}")
     base, offset = match.groups()
     return base, int(offset or 0)
+
+
+@cache
+def _unwritten(name: str) -> np.generic:
+    """The value of a register that was never written.
+
+    Raises:
+        UnknownCode: no such register.
+    """
+    kind = re.fullmatch(r"%([a-z]+)\d+", name)
+    if kind is None or kind[1] not in _REGISTERS:
+        raise UnknownCode(f"register {name}")
+    value: np.generic = np.array(UNWRITTEN).astype(_REGISTERS[kind[1]])[()]
+    return value
+
+
+@cache
+def _constants(text: str, type_name: str, threads: int) -> Array:
+    """The constant, for each thread."""
+    return np.broadcast_to(_constant(text, type_name), threads)
 
 
 @cache

@@ -91,13 +91,14 @@ class SharedMemory:
     under way reads.
     """
 
-    def __init__(self, num_programs: int, num_bytes: int) -> None:
+    def __init__(self, num_programs: int, num_bytes: int, unit: int = 1) -> None:
+        """unit: bytes that are always used together, at most ``_MOST_WIDTH``."""
         self._size = num_bytes
         self._pitch = -(-num_bytes // 16) * 16
         size = num_programs * self._pitch
         self._bytes = np.full(size, POISON, np.uint8)
         self._barriers = np.zeros(num_programs, np.uint32)
-        self._written, self._read = _LastUses(size), _LastUses(size)
+        self._written, self._read = _LastUses(size, unit), _LastUses(size, unit)
         # For each 16 bytes: the products that read them and were not waited for.
         self._products = np.zeros(size // 16, np.int32)
 
@@ -127,21 +128,24 @@ class SharedMemory:
     def write(self, places: Array, data: Array, warps: Array) -> None:
         """data: uint8 [n, width]."""
         width = data.shape[1]
-        self.claim(places, width, warps)
-        rows, values = places // width, _as_rows(self._bytes, width)
+        rows, values = self._reserve(places, width, warps), _as_rows(self._bytes, width)
         values[rows] = data
         if (values[rows] != data).any():
             raise MachineError("two threads write different values to one place")
 
     def claim(self, places: Array, width: int, warps: Array) -> None:
         """Reserves bytes that warps are about to write."""
+        _as_rows(self._bytes, width)[self._reserve(places, width, warps)] = POISON
+
+    def _reserve(self, places: Array, width: int, warps: Array) -> Array:
+        """The rows of ``width`` bytes."""
         uses = self._uses(places, width, warps)
         self._written.check(uses, "written by two warps")
         self._read.check(uses, "written while it is read")
         if self._products[places // 16].any():
             raise MachineError("a product that was not waited for reads what is written")
         self._written.note(uses)
-        _as_rows(self._bytes, width)[uses.rows] = POISON
+        return uses.rows
 
     def read_by_product(self, places: Array) -> Array:
         """uint8 [n, 16], which a product reads until `end_product`. Places are multiples of 16."""
@@ -172,34 +176,40 @@ class _Uses:
 
 
 class _LastUses:
-    """For each byte of shared memory: its last use of one kind, as a number of the barriers before
+    """For each unit of shared memory: its last use of one kind, as a number of the barriers before
     it and the warp."""
 
-    def __init__(self, size: int) -> None:
-        self._numbers = np.full(size, NEVER, np.uint32)
+    def __init__(self, size: int, unit: int) -> None:
+        self._unit = unit
+        self._numbers = np.full(size // unit, NEVER, np.uint32)
 
     def check(self, uses: _Uses, what: str) -> None:
         conflicts = self._by_others(uses)
         if conflicts.any():
-            raise MachineError(f"{int(conflicts.sum())} bytes of shared memory are {what}")
+            count = int(conflicts.sum()) * self._unit
+            raise MachineError(f"{count} bytes of shared memory are {what}")
 
     def note(self, uses: _Uses) -> None:
         is_shared = self._by_others(uses)
-        numbers, own = _as_rows(self._numbers, uses.width), (uses.at | uses.warps)[:, None]
+        numbers, own = self._of(uses), (uses.at | uses.warps)[:, None]
         numbers[uses.rows] = own
-        # Where two of these warps use the same byte, one of them was kept.
+        # Where two of these warps use the same unit, one of them was kept.
         is_shared |= numbers[uses.rows] != own
         if is_shared.any():
             users, places = np.nonzero(is_shared)
             numbers[uses.rows[users], places] = uses.at[users] | SEVERAL
 
     def _by_others(self, uses: _Uses) -> Array:
-        """bool [n, width]: whether another warp has used the byte since the last barrier."""
-        numbers = _as_rows(self._numbers, uses.width)[uses.rows]
+        """bool [n, units]: whether another warp has used the unit since the last barrier."""
+        numbers = self._of(uses)[uses.rows]
         numbers ^= (uses.at | uses.warps)[:, None]
         numbers -= np.uint32(1)  # which makes the same use the largest number
         result: Array = numbers < SEVERAL
         return result
+
+    def _of(self, uses: _Uses) -> Array:
+        """The numbers by rows of these uses."""
+        return _as_rows(self._numbers, uses.width // self._unit)
 
 
 def _as_rows(values: Array, width: int) -> Array:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from ptx.errors import UnknownCode
+from ptx.formats import SIZES
 
 _INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _NOT_EXECUTED = (".loc", ".reg", ".pragma")
@@ -21,6 +22,9 @@ _MODIFIERS = frozenset([
     "trans", "u16", "u32", "u64", "uni", "up", "v2", "v4", "wait", "wait_group", "warp", "wide",
     "wrap", "x1", "x2", "x4",
 ])  # fmt: skip
+
+_MOST_BYTES = 16
+"""What one instruction of a thread uses of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class Program:
     def has_atomics(self) -> bool:
         return any(one.parts[0] == "atom" for one in self.instructions)
 
+    @cached_property
+    def shared_unit(self) -> int:
+        """Bytes of shared memory that each instruction uses together, at most 16."""
+        return min((_shared_bytes(one) for one in self.instructions), default=_MOST_BYTES)
+
     @staticmethod
     def parse(text: str) -> Program:
         head, _, body = text[text.index(".entry") :].partition("\n{")
@@ -68,6 +77,17 @@ class Program:
                 instructions += [_instruction(one.strip()) for one in code.split(";") if one]
         parameters = re.findall(r"\.param .* (\w+),?\n", head)
         return Program(int(threads[1]), tuple(parameters), tuple(instructions), labels)
+
+
+def _shared_bytes(instruction: Instruction) -> int:
+    """Bytes of shared memory that a thread uses; ``_MOST_BYTES`` if none."""
+    name, *parts = instruction.parts
+    if name in ("ld", "st") and parts[0] == "shared":
+        registers = vector(instruction.operands[0 if name == "ld" else 1])
+        return SIZES[instruction.type] * len(registers)
+    if name == "cp" and "shared" in parts:
+        return int(instruction.operands[2], 0)
+    return _MOST_BYTES
 
 
 def _lines(body: str) -> Iterator[str]:

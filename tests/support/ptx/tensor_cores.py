@@ -8,6 +8,7 @@ Layouts are those of the PTX ISA, sections "Matrix Fragments for mma.m16n8k16", 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,6 +25,31 @@ _DEPTH = 16
 """The inner dimension of each product."""
 
 
+def _left_places() -> Array:
+    """For each element of a warp's 16 x 16 operand, its place among the halves of the lanes'
+    registers."""
+    places = np.empty((16, _DEPTH), np.intp)
+    for register in range(4):
+        for side in range(2):
+            rows, columns = _ROWS + register % 2 * 8, _COLUMNS + register // 2 * 8 + side
+            places[rows, columns] = _LANES * 8 + register * 2 + side
+    return places
+
+
+def _right_places() -> Array:
+    """The same of a warp's 16 x 8 operand."""
+    places = np.empty((_DEPTH, 8), np.intp)
+    for register in range(2):
+        for side in range(2):
+            places[register * 8 + _COLUMNS + side, _ROWS] = _LANES * 4 + register * 2 + side
+    return places
+
+
+_LEFT, _RIGHT = _left_places(), _right_places()
+_RESULTS = [(_ROWS + register // 2 * 8) * 8 + _COLUMNS + register % 2 for register in range(4)]
+"""For each register of a warp's 16 x 8 result, the lanes' places in it."""
+
+
 def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:
     """D = A B + C of a warp: 16 x 16 by 16 x 8."""
     if i.parts[1:6] != ("sync", "aligned", "m16n8k16", "row", "col") or i.parts[6] != "f32":
@@ -31,32 +57,22 @@ def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:
     machine.whole_warps(mask)
     half = i.parts[7]
     target, a, b, c = (vector(operand) for operand in i.operands)
-    of_b = _fragment(machine, b, half)
-    right = np.empty((len(of_b), _DEPTH, 8), np.float32)
-    for register in range(2):
-        for place in range(2):
-            right[:, 8 * register + _COLUMNS + place, _ROWS] = of_b[:, :, register, place]
-    product = _left_operand(machine, a, half) @ right
-    for place, (register, addend) in enumerate(zip(target, c, strict=True)):
-        values = product[:, _ROWS + place // 2 * 8, _COLUMNS + place % 2].ravel()
+    right = np.take(_fragment(machine, b, half), _RIGHT, axis=1)
+    product = (_left_operand(machine, a, half) @ right).reshape(-1, 16 * 8)
+    for places, register, addend in zip(_RESULTS, target, c, strict=True):
+        values = np.take(product, places, axis=1).ravel()
         machine.write(register, with_one_nan(values + machine.read(addend, "f32")), mask)
 
 
-def _left_operand(machine: Machine, registers: list[str], half: str) -> Array:
+def _left_operand(machine: Machine, registers: Sequence[str], half: str) -> Array:
     """float32 [warps, 16, 16]."""
-    fragment = _fragment(machine, registers, half)
-    left = np.empty((len(fragment), 16, _DEPTH), np.float32)
-    for register in range(4):
-        for place in range(2):
-            rows, columns = _ROWS + register % 2 * 8, _COLUMNS + register // 2 * 8 + place
-            left[:, rows, columns] = fragment[:, :, register, place]
-    return left
+    return np.take(_fragment(machine, registers, half), _LEFT, axis=1)
 
 
-def _fragment(machine: Machine, registers: list[str], half: str) -> Array:
-    """float32 [warps, lanes, registers, 2]."""
+def _fragment(machine: Machine, registers: Sequence[str], half: str) -> Array:
+    """float32 [warps, lanes x registers x 2]."""
     words = np.stack([machine.read(register, "b32") for register in registers], axis=1)
-    return halves(words, half).reshape(-1, WARP, len(registers), 2)
+    return halves(words, half).reshape(-1, WARP * len(registers) * 2)
 
 
 def _load_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
@@ -66,21 +82,19 @@ def _load_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
     tiles = tiles.reshape(int(executing.sum()), -1, 8, 8)
     if "trans" in i.parts:
         tiles = tiles.swapaxes(2, 3)
+    # A lane has two neighbours, one lane after the other.
+    pairs = np.ascontiguousarray(tiles).view(np.uint32).reshape(len(tiles), -1, WARP)
     for place, register in enumerate(vector(i.operands[0])):
-        pairs = np.stack([tiles[:, place, _ROWS, _COLUMNS + side] for side in range(2)], axis=2)
         words = np.empty((len(executing), WARP), np.uint32)
-        words[executing] = pairs.view(np.uint32)[:, :, 0]
+        words[executing] = pairs[:, place]
         machine.write(register, words.ravel(), mask)
 
 
 def _store_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
     places, warps, executing = _matrix_rows(machine, i, i.operands[0], mask)
     registers = vector(i.operands[1])
-    tiles = np.empty((int(executing.sum()), len(registers), 8, 8), np.uint16)
-    for place, register in enumerate(registers):
-        words = machine.read(register, "b32").reshape(-1, WARP)[executing]
-        for side in range(2):
-            tiles[:, place, _ROWS, _COLUMNS + side] = words[:, :, None].view(np.uint16)[:, :, side]
+    words = [machine.read(one, "b32").reshape(-1, WARP)[executing] for one in registers]
+    tiles = np.stack(words, axis=1).view(np.uint16).reshape(-1, len(registers), 8, 8)
     if "trans" in i.parts:
         tiles = tiles.swapaxes(2, 3)
     machine.shared.write(places, tiles.reshape(-1, 8).view(np.uint8), warps)

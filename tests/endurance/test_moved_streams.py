@@ -57,9 +57,10 @@ def test_all_streams_outlive_their_server(
             front = Front(gateway.url, replicas)
             front.wait_until_up()
             expected = Asked(front.url, asks).answers()
-            for _ in range(ATTEMPTS):
-                asked = Asked(front.url, asks)
-                asked.wait_until_begun(number)
+            for attempt in range(ATTEMPTS):
+                with replicas.slow(attempt):
+                    asked = Asked(front.url, asks)
+                    asked.wait_until_begun(number)
                 with replicas.held():
                     pid = replicas[0].pid
                     assert pid is not None

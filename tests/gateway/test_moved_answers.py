@@ -107,9 +107,10 @@ def at_rest(front: Front) -> None:
 def lose_a_server(front: Front, pid_of: Callable[[TritonServer], int]) -> list[Any]:
     """The answers to all requests. A process of a server is killed in the middle of some."""
     asks = list(REQUESTS.values())
-    for _ in range(ATTEMPTS):
-        asked = Asked(front.url, asks)
-        asked.wait_until_begun(sum(ask.streams for ask in asks))
+    for attempt in range(ATTEMPTS):
+        with front.replicas.slow(attempt):
+            asked = Asked(front.url, asks)
+            asked.wait_until_begun(sum(ask.streams for ask in asks))
         num_moved = front.of_all(MOVED)
         with front.replicas.held():
             kill_busiest(front, pid_of)
@@ -170,10 +171,11 @@ def test_an_upgrade_of_all_servers_loses_no_stream(
             check(Asked(front.url, asks))
 
     for server in range(len(front.replicas)):
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             num_moved = front.of_server(MOVED, server)
-            asked = Asked(front.url, asks)
-            asked.wait_until_begun(len(asks))
+            with front.replicas.slow(attempt):
+                asked = Asked(front.url, asks)
+                asked.wait_until_begun(len(asks))
             front.replicas.restart(server, ask_others)
             front.wait_until_up()
             check(asked)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
-from running_server import rank_stopped
+from running_server import rank_stopped, slow_rank
 from serving_client import metric, settle, unfinished_jobs
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
@@ -73,6 +73,15 @@ class Replicas:
         with ExitStack() as held:
             for server in self._servers:
                 held.enter_context(rank_stopped(server.runtime))
+            yield
+
+    @contextmanager
+    def slow(self, attempt: int) -> Iterator[None]:
+        """The ranks are the slower, the more attempts there were before. A reader may be far slower
+        than they are, and take answers that have ended for ones that have just begun."""
+        with ExitStack() as slowed:
+            for server in self._servers:
+                slowed.enter_context(slow_rank(server.runtime, 2 ** min(attempt, 5) - 1))
             yield
 
     def num_unfinished(self) -> float:

@@ -64,7 +64,7 @@ def rank_stopped(runtime: RuntimeDirectory) -> Iterator[int]:
 
 
 @contextmanager
-def _slow_rank(runtime: RuntimeDirectory, pause: int) -> Iterator[None]:
+def slow_rank(runtime: RuntimeDirectory, pause: int) -> Iterator[None]:
     """The only rank stands still for ``pause`` times as long as it runs."""
     if not pause:
         yield
@@ -99,7 +99,7 @@ def job_held(server: TritonServer, start: Callable[[], T], num_jobs: int = 1) ->
     Yields what ``start`` returned. The metrics already count the jobs.
     """
     for attempt in range(ATTEMPTS):
-        with _slow_rank(server.runtime, 2**attempt - 1):
+        with slow_rank(server.runtime, 2**attempt - 1):
             started = start()
         with rank_stopped(server.runtime):
             settle(server.endpoints)

@@ -140,8 +140,8 @@ def test_the_border_is_where_the_blocks_of_all_jobs_before_it_fill_the_device(se
             busy.add(job.number)
     order = ByNumber(jobs)
     capacity, band = rng.randint(0, 60), rng.randint(0, 10)
-    state = RoundState(tiers, None, order, 0.0, busy, None, ())  # type: ignore[arg-type]
-    border = DeviceBorder(tiers, state, capacity, num_unused=0)
+    state = RoundState(tiers, None, order, 0.0, busy, None)  # type: ignore[arg-type]
+    border = DeviceBorder(tiers, state, capacity)
     used = sum(map(tiers.device.num_held, busy))
     inside, outside = [], []
     for job in jobs:

@@ -35,7 +35,7 @@ class FreedBlocks:
         return int(np.count_nonzero(given_up[blocks] == self._pool.references.view[blocks]))
 
     def keep(self, job_number: int) -> None:
-        """A job that would leave first stays."""
+        """A job of ``leaving``, or one that has been added, stays after all."""
         if self._pool.num_shared:
             self._count()[self._pool.all_blocks(job_number)] -= 1
 

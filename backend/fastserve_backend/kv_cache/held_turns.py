@@ -33,9 +33,6 @@ class HeldTurns:
         self._num_tokens: Counter[str] = Counter()
         self._counted: dict[int, tuple[str, int]] = {}  # by job: tenant and tokens
 
-    def __bool__(self) -> bool:
-        return bool(self._counted)
-
     def __contains__(self, number: object) -> bool:
         return number in self._counted
 

@@ -116,6 +116,7 @@ class LookAhead:
                 spare += num_freed
                 num_left += 1
             else:
+                freed.keep(job.number)
                 num_refused += 1
             if spare >= wanted or num_refused == _MOST_REFUSED:
                 break
@@ -161,7 +162,6 @@ class DeviceBorder:
     swapped-out job is inside if jobs behind it hold enough blocks. A job on the device is outside
     if swapped-out jobs before it need more blocks than are free. Both searches look only at as many
     jobs as hold so many blocks.
-
     """
 
     def __init__(self, tiers: TwoTierKV, state: RoundState, capacity: int) -> None:

@@ -89,9 +89,6 @@ class JobSet:
     def __iter__(self) -> Iterator[int]:
         return iter(self._jobs)
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def add(self, job_number: int, blocks: Blocks) -> None:
         """Add a job that has these blocks."""
         self._jobs.add(job_number)

@@ -250,11 +250,10 @@ class TwoTierKV:
         """
         num_tokens = self._saved[job_number]
         new = self.device.grow_from(job_number, max(room_for, num_tokens), num_tokens, keys)
+        end = self.device.blocks_for(num_tokens)  # behind it is room to grow
         copied = [
-            [place for place in places if place < self.device.blocks_for(num_tokens) * num_groups]
-            for places, num_groups in zip(
-                new, (kind.num_groups for kind in self.needs.kinds), strict=True
-            )
+            [place for place in places if place < end * kind.num_groups]
+            for places, kind in zip(new, self.needs.kinds, strict=True)
         ]
         if any(copied):
             return self._start(TransferKind.SWAP_IN, job_number, num_tokens, copied)

@@ -33,7 +33,7 @@ LONGEST_PROMPT, LONGEST_OUTPUT = 16, 12
 # A load of three times the capacity for ten minutes, then twenty minutes without jobs.
 BURST_S, PAUSE_S, JOBS_PER_S = 600.0, 1200.0, 0.3
 NUM_BLOCKS, NUM_HOST_BLOCKS = 20, 60  # five jobs and fifteen
-CALLS_TO_LIVE = (100, 1000)
+CALLS_TO_LIVE = (30, 300)
 CANCELLED, COPIES_THAT_FAIL = 0.1, 0.02
 
 
@@ -113,7 +113,8 @@ def test_no_job_is_lost_and_none_waits_beyond_the_bound(
     assert (rig.pool.num_used, rig.host.num_used) == (0, 0)
     assert not rig.executor.blocks_in_use
     assert rig.num_losses > 0
-    assert rig.counters.recomputed_jobs > 0
+    # fcfs begins a job only if there is memory for all of it.
+    assert rig.counters.recomputed_jobs > 0 or name == "fcfs"
     is_bounded = isinstance(rig.loop.policy, MLFQ | Gittins)
     assert rig.longest_wait_s <= (rig.bound_s() if is_bounded else math.inf)
     for key, value in (

@@ -35,9 +35,9 @@ def test_a_job_leaves_and_returns() -> None:
     kv.device.grow(1, 10)
     transfer = begun(kv.swap_out(1, 10))
     assert transfer.kind is TransferKind.SWAP_OUT
-    assert (len(transfer.device_blocks), kv.num_leaving, kv.may_run(1)) == (3, 3, False)
+    assert (len(transfer.device_blocks), kv.num_swapping_out, kv.may_run(1)) == (3, 3, False)
     kv.finish(1, succeeded=True)
-    assert (kv.device.num_held(1), kv.num_leaving, kv.is_swapped_out(1)) == (0, 0, True)
+    assert (kv.device.num_held(1), kv.num_swapping_out, kv.is_swapped_out(1)) == (0, 0, True)
     assert not kv.may_run(1)
     transfer = begun(kv.swap_in(1, 13))
     assert transfer.kind is TransferKind.SWAP_IN

@@ -53,7 +53,7 @@ class BlockPool:
         self.kinds = tuple(kinds)
         self.has_windows = BlockNeeds(block_size, self.kinds).has_windows
         """Whether tables may begin with another block than block 0."""
-        self.references = References(num_blocks)
+        self.references = References(num_blocks, self)
         """Only the pool changes them."""
         # A stack: the block freed last is used first, while it is warm in the processor's cache.
         self._free = array("i", range(num_blocks - 1, -1, -1))
@@ -122,6 +122,9 @@ class BlockPool:
         Returns:
             the free blocks that it takes, and how many of them have no content yet.
         """
+        if not keys:
+            missing = self.missing(job_number, num_tokens, first_token)
+            return missing, missing
         num_free = num_new = 0
         for kind, places in enumerate(self._missing_places(job_number, num_tokens, first_token)):
             found = self._find(keys, kind, places)
@@ -141,7 +144,7 @@ class BlockPool:
             self.grow_from(job_number, num_tokens, first_token, ())
         elif missing := self.missing(job_number, num_tokens):
             self._check_free(job_number, missing)
-            new_blocks = [self._take_free() for _ in range(missing)]
+            new_blocks = self._take_free(missing)
             self.references.add_new(job_number, new_blocks)
             self._tables_of(job_number, 0)[0].extend(new_blocks)
 
@@ -168,7 +171,7 @@ class BlockPool:
         self._check_free(job_number, needed)
         # First what is found, so that no cached block of it is used for something else.
         self._refer(job_number, [block for row in found for block in row])
-        new_blocks = [self._take_free() for _ in range(num_new)]
+        new_blocks = self._take_free(num_new)
         self.references.add_new(job_number, new_blocks)
         new_places = [
             array("i", places[len(row) :]) for places, row in zip(missing, found, strict=True)
@@ -344,9 +347,9 @@ class BlockPool:
     def set_member(self, jobs: JobSet, job_number: int, is_member: bool) -> None:
         """Add the job to a set of this pool, or remove it, unless that is so already."""
         if is_member and job_number not in jobs:
-            jobs.add(job_number, self.all_blocks(job_number))
+            jobs.add(job_number)
         elif not is_member and job_number in jobs:
-            jobs.remove(job_number, self.all_blocks(job_number))
+            jobs.remove(job_number)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts agree with the tables, and each block that no job
@@ -368,7 +371,7 @@ class BlockPool:
         assert self._keys == {block: key for key, block in self._published.items()}
         assert self._cached.keys() <= self._keys.keys(), "a cached block has no key"
         assert self._keys.keys().isdisjoint(self._free), "a published block counts as empty"
-        self.references.check_integrity(self.all_blocks)
+        self.references.check_integrity()
 
     def _find(self, keys: Sequence[bytes], kind: int, places: range) -> list[int]:
         """The published blocks of the first of these places, up to one that is not there."""
@@ -423,12 +426,16 @@ class BlockPool:
                 f"job {job_number} needs {needed} of {self.num_free} free blocks"
             )
 
-    def _take_free(self) -> int:
-        if self._free:
-            return self._free.pop()
-        block, _ = self._cached.popitem(last=False)
-        del self._published[self._keys.pop(block)]
-        return block
+    def _take_free(self, count: int) -> list[int]:
+        begin = max(0, len(self._free) - count)
+        blocks = self._free[begin:].tolist()
+        blocks.reverse()
+        del self._free[begin:]
+        while len(blocks) < count:
+            block, _ = self._cached.popitem(last=False)
+            del self._published[self._keys.pop(block)]
+            blocks.append(block)
+        return blocks
 
     def _refer(self, job_number: int, blocks: Sequence[int]) -> None:
         for block in blocks:

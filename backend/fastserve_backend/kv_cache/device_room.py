@@ -234,8 +234,9 @@ class DeviceRoom:
         )
 
     def _will_cover_promises(self) -> bool:
-        """Whether swap-outs are unfinished, and free all blocks that are promised by now."""
-        return self._parts.tiers.num_leaving > 0 and self.num_spare >= 0
+        """Whether swap-outs are unfinished, and all blocks that are promised by now are free when
+        they end."""
+        return self._parts.tiers.num_swapping_out > 0 and self.num_spare >= 0
 
     def _free_ending(self) -> tuple[FreedBlocks, int]:
         """To count what becomes free behind all that will be without any decision; and how many

@@ -55,15 +55,15 @@ class Swapping:
         if not self._make_host_room(job, state, may_drop=not is_early):
             return False
         keys = self._prefixes.held_keys(job)
-        num_blocks = self._tiers.needs.computed(job.num_computed)
-        num_copied = self._tiers.num_to_copy(job.number, job.num_computed, keys)
-        self._counters.swap_avoided_bytes += (num_blocks - num_copied) * self._costs.block_bytes
+        num_avoided = self._tiers.needs.computed(job.num_computed)
         self._prefixes.before_leaving(job)
         job.num_swaps += 1
         transfer = self._tiers.swap_out(job.number, job.num_computed, keys)
         self._holders.on_moved(job)
         if transfer is not None:
+            num_avoided -= len(transfer.device_blocks)
             state.transfers.append(transfer)
+        self._counters.swap_avoided_bytes += num_avoided * self._costs.block_bytes
         return True
 
     def can_swap_out_for(self, job: Job, leaving: Sequence[Job], state: RoundState) -> bool:
@@ -160,7 +160,7 @@ class Swapping:
         return self._costs.swap_is_cheaper(
             job,
             num_lost=job.num_computed * num_alone // num_held,
-            blocks_out=num_copied + self._tiers.num_leaving,
+            blocks_out=num_copied + self._tiers.num_swapping_out,
             blocks_in=min(num_alone, self._tiers.needs.computed(job.num_computed)),
             num_running=len(state.busy),
         )
@@ -179,13 +179,14 @@ class Swapping:
         """
         host = self._tiers.host
         missing = self._missing_on_host(job)
+        if missing <= host.num_free:
+            return True
 
         def fits() -> bool:
             # What was freed may have been of use to the job, so that it needs more now.
             return missing <= host.num_free and self._missing_on_host(job) <= host.num_free
 
-        if missing > host.num_free:
-            self._sessions.free_host(missing)
+        self._sessions.free_host(missing)
         if fits():
             return True
         copies_left = self._tiers.num_copies - host.num_alone(job.number)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from fastserve_backend.kv_cache.blocks import BlockPool
@@ -75,22 +76,18 @@ class TwoTierKV:
         self.leaving = self.device.job_set()
         """Jobs that leave the device without any decision: they are in an unfinished swap-out, or
         held."""
-        self._swapping_out = self.device.job_set()
         self.copies = self.host.job_set()
         """Jobs of ``has_copy``."""
         self._num_of_kind = dict.fromkeys(TransferKind, 0)
         self.num_in_transfer = 0
         """Blocks that the unfinished transfers copy."""
+        self.num_swapping_out = 0
+        """Blocks that the unfinished swap-outs copy."""
 
     @property
     def num_copies(self) -> int:
         """Host blocks that only jobs of ``has_copy`` have."""
         return self.copies.num_alone
-
-    @property
-    def num_leaving(self) -> int:
-        """Device blocks that the unfinished swap-outs will free."""
-        return self._swapping_out.num_alone
 
     @property
     def longest_job(self) -> int:
@@ -118,7 +115,7 @@ class TwoTierKV:
 
     @property
     def ended_not_leaving(self) -> list[int]:
-        """Jobs that have ended, and whose device blocks are not in ``num_leaving``."""
+        """Jobs that have ended, and whose device blocks no swap-out frees."""
         return [
             number
             for number in self._ended
@@ -283,6 +280,8 @@ class TwoTierKV:
         transfer = self._transfers.pop(job_number)
         self._num_of_kind[transfer.kind] -= 1
         self.num_in_transfer -= len(transfer.device_blocks)
+        if transfer.kind is TransferKind.SWAP_OUT:
+            self.num_swapping_out -= len(transfer.device_blocks)
         if job_number in self._ended:
             self._ended.discard(job_number)
             self.release(job_number)
@@ -395,9 +394,10 @@ class TwoTierKV:
 
     def _check_counts(self) -> None:
         unfinished = self._transfers.values()
-        leaving = {one.job_number for one in unfinished if one.kind is TransferKind.SWAP_OUT}
-        assert set(self._swapping_out) == leaving, "jobs that leave"
+        leaving = {one.job_number: one for one in unfinished if one.kind is TransferKind.SWAP_OUT}
+        assert set(self.leaving) == leaving.keys() | set(self.held), "jobs that leave"
         assert self.num_in_transfer == sum(len(one.device_blocks) for one in unfinished)
+        assert self.num_swapping_out == sum(len(one.device_blocks) for one in leaving.values())
         for kind, count in self._num_of_kind.items():
             assert count == sum(one.kind is kind for one in unfinished), f"transfers: {kind}"
         away = {
@@ -430,7 +430,6 @@ class TwoTierKV:
         else:
             self.away.discard(job_number)
         is_leaving = transfer is not None and transfer.kind is TransferKind.SWAP_OUT
-        self.device.set_member(self._swapping_out, job_number, is_leaving)
         self.device.set_member(self.leaving, job_number, is_leaving or is_held)
         self.host.set_member(self.copies, job_number, has_copy)
         if is_held:
@@ -492,26 +491,31 @@ class TwoTierKV:
             places: for each kind of layers what is copied, as in ``BlockPool.grow_from``.
         """
         last = self.device.blocks_for(num_tokens) - 1
-        device_blocks, host_blocks, num_last = array("i"), array("i"), 0
-        for is_last in (False, True):
-            for index, of_kind in enumerate(places):
-                begin_of_last = last * self.needs.kinds[index].num_groups
-                copied = [place for place in of_kind if (place >= begin_of_last) is is_last]
-                device_blocks.extend(self.device.blocks_at(job_number, index, copied))
-                host_blocks.extend(self.host.blocks_at(job_number, index, copied))
-                num_last += len(copied) * is_last
+        both = array("i"), array("i")
+        of_last = array("i"), array("i")
+        for index, of_kind in enumerate(places):
+            num_before = bisect_left(of_kind, last * self.needs.kinds[index].num_groups)
+            for pool, blocks, others in zip((self.device, self.host), both, of_last, strict=True):
+                copied = pool.blocks_at(job_number, index, of_kind)
+                blocks.extend(copied[:num_before])
+                others.extend(copied[num_before:])
+        device_blocks, host_blocks = (
+            blocks + others for blocks, others in zip(both, of_last, strict=True)
+        )
         transfer = Transfer(
             id=next(self._ids),
             job_number=job_number,
             kind=kind,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
-            num_last=num_last,
+            num_last=len(of_last[0]),
             num_tokens=num_tokens,
             keys=keys,
         )
         self._transfers[job_number] = transfer
         self._num_of_kind[kind] += 1
         self.num_in_transfer += len(device_blocks)
+        if kind is TransferKind.SWAP_OUT:
+            self.num_swapping_out += len(device_blocks)
         self._update_facts(job_number)
         return transfer

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -150,7 +150,7 @@ class BlockPool:
 
     def grow_from(
         self, job_number: int, num_tokens: int, first_token: int, keys: Sequence[bytes]
-    ) -> list[array[int]]:
+    ) -> list[range]:
         """Add what is ``missing``. The job refers to the first of these blocks as far as they are
         published under its keys.
 
@@ -164,18 +164,20 @@ class BlockPool:
         Raises:
             OutOfBlocksError: too few free blocks; the tables are unchanged.
         """
+        if not keys and len(self.kinds) == 1 and not self.has_windows:  # the usual case
+            num_held = self.num_held(job_number)
+            self.grow(job_number, num_tokens)
+            return [range(num_held, self.num_held(job_number))]
         missing = self._missing_places(job_number, num_tokens, first_token)
         found = [self._find(keys, kind, places) for kind, places in enumerate(missing)]
-        num_new = sum(map(len, missing)) - sum(map(len, found))
-        needed = num_new + sum(block in self._cached for row in found for block in row)
-        self._check_free(job_number, needed)
+        shared = [block for row in found for block in row]
+        num_new = sum(map(len, missing)) - len(shared)
+        self._check_free(job_number, num_new + sum(block in self._cached for block in shared))
         # First what is found, so that no cached block of it is used for something else.
-        self._refer(job_number, [block for row in found for block in row])
+        self._refer(job_number, shared)
         new_blocks = self._take_free(num_new)
         self.references.add_new(job_number, new_blocks)
-        new_places = [
-            array("i", places[len(row) :]) for places, row in zip(missing, found, strict=True)
-        ]
+        new_places = [places[len(row) :] for places, row in zip(missing, found, strict=True)]
         if any(missing):
             rest = iter(new_blocks)
             tables = self._tables_of(job_number, first_token)
@@ -255,11 +257,13 @@ class BlockPool:
         """With which block of a group the job's table for a kind begins."""
         return self._firsts[job_number][kind]
 
-    def blocks_at(self, job_number: int, kind: int, places: Iterable[int]) -> list[int]:
+    def blocks_at(self, job_number: int, kind: int, places: Sequence[int]) -> array[int]:
         """The blocks at these places, as in ``grow_from``."""
         first = self._firsts[job_number][kind] * self.kinds[kind].num_groups
         table = self._tables[job_number][kind]
-        return [table[place - first] for place in places]
+        if isinstance(places, range):
+            return table[places.start - first : places.stop - first]
+        return array("i", [table[place - first] for place in places])
 
     def all_blocks(self, job_number: int) -> Blocks:
         """The numbers of the job's blocks of all kinds."""
@@ -307,6 +311,8 @@ class BlockPool:
                 sent from now on.
             start: the first block of a group to publish.
         """
+        if not keys:
+            return
         for kind, table in enumerate(self._tables.get(job_number, ())):
             first, num_groups = self._firsts[job_number][kind], self.kinds[kind].num_groups
             begin = max(first, start)
@@ -443,13 +449,10 @@ class BlockPool:
         if blocks:
             self.references.add(job_number, np.array(blocks, np.int32))
 
-    def _give_up(self, job_number: int, blocks: Sequence[int]) -> None:
-        if not blocks:
-            return
+    def _give_up(self, job_number: int, blocks: array[int]) -> None:
         # The last block first, so that it is the first to be lost: a block is of use only together
         # with all preceding blocks.
-        last_first = np.array(blocks, np.int32)[::-1]
-        freed = self.references.drop(job_number, last_first).tolist()
+        freed = self.references.drop(job_number, blocks[::-1])
         if not self._keys:
             self._free.extend(freed)
             return

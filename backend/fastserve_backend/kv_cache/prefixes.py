@@ -57,7 +57,7 @@ class Prefixes:
 
     def held_keys(self, job: Job) -> Sequence[bytes]:
         """Of the job's first blocks of a group, as far as others may use them."""
-        return self._keys.held(job)
+        return self._keys.held(job) if self.is_on else ()
 
     def publish(self, job: Job) -> None:
         """Let others refer to what the job has computed, in all steps that are sent from now on."""

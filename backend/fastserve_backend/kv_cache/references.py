@@ -70,18 +70,22 @@ class References:
             jobs.before_added(job_number, blocks)
         self.view[blocks] = before + 1
 
-    def drop(self, job_number: int, blocks: Blocks) -> Blocks:
+    def drop(self, job_number: int, blocks: array[int]) -> array[int]:
         """The job gives up these blocks. Returns those to which no job refers now, in order."""
-        for jobs in self._sets:
-            jobs.before_dropped(job_number, blocks)
-        if not self.num_shared:  # mostly, and all at once
-            self.view[blocks] = 0
+        if not self.num_shared:
+            for jobs in self._sets:
+                if job_number in jobs:
+                    jobs.num_alone -= len(blocks)
+            for block in blocks:
+                self.counts[block] = 0
             return blocks
-        before = self.view[blocks]
+        indices = np.frombuffer(blocks, np.int32)
+        for jobs in self._sets:
+            jobs.before_dropped(job_number, indices)
+        before = self.view[indices]
         self.num_shared -= int(np.count_nonzero(before == 2))
-        self.view[blocks] = before - 1
-        freed: Blocks = blocks[before == 1]
-        return freed
+        self.view[indices] = before - 1
+        return array("i", indices[before == 1].tobytes())
 
     def num_alone(self, blocks: Blocks) -> int:
         """How many of these blocks, which one job has, no other job has."""
@@ -152,11 +156,8 @@ class JobSet:
             self.num_alone -= self._count_all_own(blocks)
 
     def before_dropped(self, job_number: int, blocks: Blocks) -> None:
-        """A job is about to give up these blocks."""
-        is_member = job_number in self._jobs
-        if not self._references.num_shared:  # no other job has them
-            self.num_alone -= len(blocks) * is_member
-        elif is_member:
+        """A job is about to give up these blocks, while any block is shared."""
+        if job_number in self._jobs:
             self.num_alone -= self._references.num_alone(blocks)
             self.own[blocks] -= 1
         elif self._jobs:

@@ -197,6 +197,8 @@ class HeldSessions:
 
     def free_device(self, num_blocks: int) -> None:
         """Make ``num_blocks`` blocks of the device free, or as many as possible."""
+        if not self._turns:
+            return
         for turn in self._on_device.leaving_order():
             if self._tiers.device.num_free >= num_blocks:
                 return
@@ -205,6 +207,8 @@ class HeldSessions:
 
     def free_host(self, num_blocks: int) -> None:
         """Make ``num_blocks`` blocks of the host free, or as many as possible."""
+        if not self._turns:
+            return
         self._free_host_alone(num_blocks)
         host = self._tiers.host
         for turn in self._on_device.leaving_order():

@@ -249,7 +249,7 @@ class TwoTierKV:
         new = self.device.grow_from(job_number, max(room_for, num_tokens), num_tokens, keys)
         end = self.device.blocks_for(num_tokens)  # behind it is room to grow
         copied = [
-            [place for place in places if place < end * kind.num_groups]
+            places[: max(0, end * kind.num_groups - places.start)]
             for places, kind in zip(new, self.needs.kinds, strict=True)
         ]
         if any(copied):
@@ -451,19 +451,22 @@ class TwoTierKV:
         partly = self._partly_saved(job_number, num_tokens, first_token)
         keys = self._host_keys(keys)
         new = self.host.grow_from(job_number, num_tokens, first_token, keys)
+        if not any(partly):
+            return list(new)
         return [[*one, *places] for one, places in zip(partly, new, strict=True)]
 
     def _partly_saved(self, job_number: int, num_tokens: int, first_token: int) -> list[range]:
         """For each kind the places of the block of which the host has a part, if more of it is to
         be saved and ``first_token`` sees it."""
         saved = self.num_saved(job_number)
+        if saved >= num_tokens or saved % self._block_size == 0:
+            return [range(0)] * len(self.needs.kinds)
         block = saved // self._block_size
-        is_partly = 0 < saved < num_tokens and saved % self._block_size
         return [
             range(block * kind.num_groups, (block + 1) * kind.num_groups)
-            if is_partly and kind.first_seen(first_token, self._block_size) <= block
+            if kind.first_seen(first_token, self._block_size) <= block
             else range(0)
-            for index, kind in enumerate(self.needs.kinds)
+            for kind in self.needs.kinds
         ]
 
     def _first_seen(self, num_tokens: int) -> int:

@@ -35,9 +35,9 @@ class Sessions(Desk):
         self.manager.release(job, self.now)
         self.tiers.check_integrity()
 
-    def serve(self, session: str) -> Job:
+    def serve(self, session: str, tokens: range | array[int] = range(40)) -> Job:
         """A turn whose KV is then on the device, and on the host if that has room."""
-        job = self.turn(session)
+        job = self.turn(session, tokens)
         self.run(job)
         self.end(job)
         self.offer()
@@ -208,3 +208,27 @@ def test_a_cancelled_turn_leaves_what_was_read_to_the_next() -> None:
     desk.end_disk_copies()
     third = desk.next_turn(second)
     assert third.num_computed == 40
+
+
+def test_what_several_sessions_begin_with_crosses_once_and_takes_one_place() -> None:
+    desk = Sessions(prefix_caching=True)
+    first = desk.serve("a", range(40))
+    second = desk.serve("b", array("i", [*range(32), *range(90, 98)]))  # two blocks are the same
+    desk.need_device()
+    written = []
+    for _ in range(2):
+        desk.offer()
+        written += [len(one.slots) for one in desk.disk_begun]
+        desk.end_disk_copies()
+    slots = desk.tiers.disk.slots
+    assert (written, slots.num_used, slots.num_shared) == ([3, 1], 4, 2)
+
+    desk.serve("c", range(200, 260))  # all of the host but two blocks
+    assert {desk.tiers.host.num_held(job.number) for job in (first, second)} == {0}
+    turns = desk.next_turn(first), desk.next_turn(second)
+    desk.offer()
+    # Nobody has used what the host had of both.
+    assert [len(one.slots) for one in desk.disk_begun] == [1, 1]
+    desk.end_disk_copies()
+    desk.start_round()
+    assert [turn.num_computed for turn in turns] == [40, 40]

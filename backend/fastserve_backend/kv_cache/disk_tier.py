@@ -2,7 +2,8 @@
 
 Only slot numbers are kept here. Each rank has a file with as many slots of a block each
 (``worker/disk_store.py``). KV that is on the host alone is written ahead, so that its host blocks
-can be freed at once when they are needed. A read brings it back to the host.
+can be freed at once when they are needed. A read brings it back to the host. What is on the other
+side already, of whatever job, is not copied.
 
 Nobody waits for a write. If the host's blocks are needed before it ends, they are freed all the
 same, and what the write leaves in its slots is ignored.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
@@ -78,45 +79,67 @@ class DiskTier:
             return None
         return next(iter(self._unwritten))
 
-    def missing_slots(self, job_number: int) -> int:
-        """Slots that are to become free before the unwritten job can be written."""
-        needed = self._needs.computed(self._unwritten[job_number].num_tokens)
+    def missing_slots(self, job_number: int, keys: Sequence[bytes]) -> int:
+        """Slots that are to become free before the unwritten job can be written.
+
+        Args:
+            keys: as for ``write``.
+        """
+        num_tokens = self._unwritten[job_number].num_tokens
+        needed, _ = self.slots.missing_but_for(job_number, num_tokens, num_tokens, keys)
         return max(0, needed - self.slots.num_free)
 
-    def write(self, job_number: int, now: float) -> DiskTransfer:
-        """Start to write the unwritten job, for which slots are free."""
+    def write(self, job_number: int, keys: Sequence[bytes], now: float) -> DiskTransfer:
+        """Start to write the unwritten job, for which slots are free.
+
+        Args:
+            keys: of the job's first blocks of a group, as far as their KV is exact.
+        """
         num_tokens = self._unwritten[job_number].num_tokens
         transfer_id = next(self._ids)
         owner = disk_transfer_owner(transfer_id)
-        self.slots.grow(owner, num_tokens, num_tokens)
-        host_blocks, end = array("i"), self.slots.blocks_for(num_tokens)
-        for index, kind in enumerate(self.slots.kinds):
-            places = range(self.slots.first(owner, index) * kind.num_groups, end * kind.num_groups)
-            host_blocks.extend(self._host.blocks_at(job_number, index, places))
-        slots = self._array(self.slots, owner)
-        assert len(host_blocks) == len(slots), "the host lacks blocks of a saved prefix"
+        new = self.slots.grow_from(owner, num_tokens, num_tokens, keys)
+        host_blocks = self._blocks_at(self._host, job_number, new)
+        slots = self._blocks_at(self.slots, owner, new)
         return self._start(
-            DiskTransfer(transfer_id, job_number, True, host_blocks, slots, num_tokens, now)
+            DiskTransfer(transfer_id, job_number, True, host_blocks, slots, num_tokens, keys, now)
         )
 
     def cannot_write(self, job_number: int) -> None:
         """There are no slots for the unwritten job: it stays on the host alone."""
         self.num_unwritten -= self._unwritten.pop(job_number).num_blocks
 
-    def read(self, job_number: int, now: float) -> DiskTransfer:
-        """Start to read the job's KV into free blocks of the host, which must be enough."""
+    def missing_on_host(self, job_number: int, keys: Sequence[bytes]) -> tuple[int, int]:
+        """
+        Args:
+            keys: as for ``write``.
+
+        Returns:
+            the free host blocks that ``read`` takes, and how many blocks it reads.
+        """
+        num_tokens = self._saved[job_number]
+        return self._host.missing_but_for(job_number, num_tokens, num_tokens, keys)
+
+    def read(self, job_number: int, keys: Sequence[bytes], now: float) -> DiskTransfer:
+        """Start to read the job's KV into free blocks of the host, which must be enough.
+
+        Args:
+            keys: as for ``write``.
+        """
         num_tokens = self._saved.pop(job_number)
         transfer_id = next(self._ids)
         owner = disk_transfer_owner(transfer_id)
-        self._host.grow(owner, num_tokens, num_tokens)
+        new = self._host.grow_from(owner, num_tokens, num_tokens, keys)
         self.slots.hand_over(job_number, owner)
-        host_blocks, slots = self._array(self._host, owner), self._array(self.slots, owner)
+        host_blocks = self._blocks_at(self._host, owner, new)
+        slots = self._blocks_at(self.slots, owner, new)
         return self._start(
-            DiskTransfer(transfer_id, job_number, False, host_blocks, slots, num_tokens, now)
+            DiskTransfer(transfer_id, job_number, False, host_blocks, slots, num_tokens, keys, now)
         )
 
     def finish(self, transfer: DiskTransfer, *, succeeded: bool) -> bool:
-        """The transfer has ended. After a failed write nothing is written any more.
+        """The transfer has ended. After a failed write nothing is written any more, and nobody else
+        reads what could not be read.
 
         Returns:
             Whether the job still wants it. After a read that succeeded, the host blocks are to be
@@ -132,6 +155,13 @@ class DiskTier:
             self._takes_writes = False
             self._unwritten.clear()
             self.num_unwritten = 0
+        # The host's blocks of a write that nobody wants may have been used for something else.
+        if succeeded and (is_wanted or not transfer.is_write):
+            filled = self.slots if transfer.is_write else self._host
+            num_full = filled.num_full_blocks(transfer.num_tokens)
+            filled.publish(transfer.owner, transfer.keys[:num_full])
+        elif not succeeded and not transfer.is_write:
+            self.slots.withdraw(transfer.owner)
         if is_wanted and succeeded:
             self.slots.hand_over(transfer.owner, number)
             self._saved[number] = transfer.num_tokens
@@ -158,13 +188,14 @@ class DiskTier:
         self.slots.check_integrity()
         here = self._saved.keys() | self._unwritten.keys() | self._wanted.keys()
         assert not any(map(device.num_held, here)), "on the device and on the disk"
-        num_used = sum(map(self.slots.num_held, self._saved))
+        used = {slot for number in self._saved for slot in self.slots.all_blocks(number)}
         for transfer in self._unfinished.values():
-            assert transfer.slots == self._array(self.slots, transfer.owner)
-            of_read = array("i") if transfer.is_write else transfer.host_blocks
-            assert of_read == self._array(self._host, transfer.owner)
-            num_used += len(transfer.slots)
-        assert num_used == self.slots.num_used, "slots of no job"
+            slots, owner = self.slots.all_blocks(transfer.owner).tolist(), transfer.owner
+            assert set(transfer.slots) <= set(slots), "a transfer lost its slots"
+            of_read = [] if transfer.is_write else transfer.host_blocks
+            assert set(of_read) <= set(self._host.all_blocks(owner).tolist())
+            used.update(slots)
+        assert len(used) == self.slots.num_used, "slots of no job"
         assert self._saved.keys().isdisjoint(self._unwritten), "written twice"
         for number, transfer in self._wanted.items():
             assert transfer.id in self._unfinished
@@ -174,8 +205,16 @@ class DiskTier:
         assert self.num_unwritten == sum(held.values()), "unwritten host blocks"
 
     @staticmethod
-    def _array(pool: BlockPool, job_number: int) -> array[int]:
-        return array("i", pool.all_blocks(job_number).tobytes())
+    def _blocks_at(pool: BlockPool, number: int, places: Sequence[range]) -> array[int]:
+        """
+        Args:
+            places: as ``BlockPool.grow_from`` returns them.
+        """
+        blocks = array("i")
+        for kind, of_kind in enumerate(places):
+            if of_kind:
+                blocks.extend(pool.blocks_at(number, kind, of_kind))
+        return blocks
 
     def _start(self, transfer: DiskTransfer) -> DiskTransfer:
         self._unfinished[transfer.id] = self._wanted[transfer.job_number] = transfer

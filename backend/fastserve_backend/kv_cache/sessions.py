@@ -351,18 +351,23 @@ class HeldSessions:
             return
         number = self._disk.next_to_write
         assert number is not None
+        keys = self._prefixes.held_keys(self._on_host.get(number).job)
         for turn in self._with_slots.leaving_order():
-            if not self._disk.missing_slots(number):
+            if not self._disk.missing_slots(number, keys):
                 break
             if turn.job.number in self._on_disk:
                 self._give_up(turn)
             else:
                 self._disk.release(turn.job.number)
                 self._with_slots.pop(turn.job.number)
-        if self._disk.missing_slots(number):  # being read
+        if self._disk.missing_slots(number, keys):  # being read
             self._disk.cannot_write(number)
+            return
+        transfer = self._disk.write(number, keys, now)
+        if transfer.slots:
+            transfers.append(transfer)
         else:
-            transfers.append(self._disk.write(number, now))
+            self._on_both_sides(transfer)
 
     def on_disk_transfer_finished(
         self, transfer: DiskTransfer, *, succeeded: bool, seconds: float
@@ -378,18 +383,20 @@ class HeldSessions:
                 counters.disk_write_bytes += num_bytes
             else:
                 counters.disk_read_bytes += num_bytes
-        if not self._disk.finish(transfer, succeeded=succeeded):
+        if succeeded:
+            self._on_both_sides(transfer)
+        elif self._disk.finish(transfer, succeeded=False) and not transfer.is_write:
+            self._give_up(self._on_disk[transfer.job_number])
+
+    def _on_both_sides(self, transfer: DiskTransfer) -> None:
+        """Host and disk have what the transfer was for."""
+        if not self._disk.finish(transfer, succeeded=True):
             return
         number = transfer.job_number
         if transfer.is_write:
-            if succeeded:
-                self._with_slots.add(self._on_host.get(number))
+            self._with_slots.add(self._on_host.get(number))
             return
-        turn = self._on_disk[number]
-        if not succeeded:
-            self._give_up(turn)
-            return
-        del self._on_disk[number]
+        turn = self._on_disk.pop(number)
         self._tiers.take_over_read(number, transfer.owner, transfer.num_tokens)
         self._on_host.add(turn)
         self._with_slots.add(turn)
@@ -405,15 +412,21 @@ class HeldSessions:
                 _log.warning("reading KV from the disk takes too long, so it is computed again")
                 self._counters.disk_failures += 1
             return not is_slow
-        num_blocks = self._disk.slots.num_held(number)
-        if not costs.read_is_cheaper(num_tokens, num_blocks):
+        keys = self._prefixes.held_keys(turn.job)
+        num_free, num_read = self._disk.missing_on_host(number, keys)
+        if not costs.read_is_cheaper(num_tokens, num_read):
             return False
-        self.free_host(num_blocks)
-        if self._tiers.host.num_free < num_blocks:
+        self.free_host(num_free)
+        num_free, _ = self._disk.missing_on_host(number, keys)
+        if self._tiers.host.num_free < num_free:
             return False
         # Its pause is over: it is not too old while it is read.
         turn.since_s = now
         self._turns.move_to_end(turn.key)
         self._with_slots.pop(number)
-        self._reads.append(self._disk.read(number, now))
+        transfer = self._disk.read(number, keys, now)
+        if transfer.slots:
+            self._reads.append(transfer)
+        else:
+            self._on_both_sides(transfer)
         return True

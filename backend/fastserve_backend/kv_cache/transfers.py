@@ -44,7 +44,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class DiskTransfer:
-    """Copies of blocks between host and disk: ``host_blocks[i]`` to or from ``slots[i]``."""
+    """Copies of blocks between host and disk: ``host_blocks[i]`` to or from ``slots[i]``. None if
+    the other side has them all."""
 
     id: int
     job_number: int
@@ -53,6 +54,8 @@ class DiskTransfer:
     slots: array[int]
     num_tokens: int
     """Of the job's first tokens both sides have the KV when it ends."""
+    keys: Sequence[bytes]
+    """Of the job's first blocks of a group, as far as others may find them."""
     started_s: float
 
     @property

@@ -149,7 +149,7 @@ class Desk:
         self.manager.on_step_finished(computed)
 
     def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
-        ended = list(self.tiers.transfers())
+        ended = list(self.tiers.transfers)
         for transfer in ended:
             self.manager.on_transfer_finished(
                 transfer.job_number, succeeded=succeeded, seconds=1e-6

@@ -204,7 +204,7 @@ def test_the_most_urgent_runs_at_last(
         desk.manager.release(job, desk.now)
     desk.end_copies()
     assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
-    assert TransferKind.SWAP_IN not in [transfer.kind for transfer in desk.tiers.transfers()]
+    assert TransferKind.SWAP_IN not in [transfer.kind for transfer in desk.tiers.transfers]
 
 
 def test_a_job_whose_step_was_not_sent_is_offered_again() -> None:

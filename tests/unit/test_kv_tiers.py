@@ -35,9 +35,17 @@ def test_a_job_leaves_and_returns() -> None:
     kv.device.grow(1, 10)
     transfer = begun(kv.swap_out(1, 10))
     assert transfer.kind is TransferKind.SWAP_OUT
-    assert (len(transfer.device_blocks), kv.num_swapping_out, kv.may_run(1)) == (3, 3, False)
+    assert (
+        len(transfer.device_blocks),
+        kv.transfers.blocks_of(TransferKind.SWAP_OUT),
+        kv.may_run(1),
+    ) == (3, 3, False)
     kv.finish(1, succeeded=True)
-    assert (kv.device.num_held(1), kv.num_swapping_out, kv.is_swapped_out(1)) == (0, 0, True)
+    assert (
+        kv.device.num_held(1),
+        kv.transfers.blocks_of(TransferKind.SWAP_OUT),
+        kv.is_swapped_out(1),
+    ) == (0, 0, True)
     assert not kv.may_run(1)
     transfer = begun(kv.swap_in(1, 13))
     assert transfer.kind is TransferKind.SWAP_IN
@@ -101,7 +109,7 @@ def test_a_full_host_or_device_changes_nothing() -> None:
     kv.device.grow(1, 12)
     with pytest.raises(OutOfBlocksError):
         kv.swap_out(1, 12)
-    assert (kv.device.num_held(1), kv.host.num_free, kv.num_transfers) == (3, 2, 0)
+    assert (kv.device.num_held(1), kv.host.num_free, len(kv.transfers)) == (3, 2, 0)
     kv.device.grow(2, 4)
     kv.swap_out(2, 4)
     kv.finish(2, succeeded=True)
@@ -276,7 +284,7 @@ class Histories(RuleBasedStateMachine):
     @rule(pick=JOBS)
     def free_what_is_behind_the_windows(self, pick: int) -> None:
         job = self._pick(pick)
-        if self.kv.transfer(job) is None and self.kv.device.num_held(job):
+        if self.kv.transfers.of(job) is None and self.kv.device.num_held(job):
             self.kv.free_before(job, self.tokens[job])
             assert self.kv.device.num_held(job) >= self.kv.needs.computed(self.tokens[job])
 
@@ -284,7 +292,7 @@ class Histories(RuleBasedStateMachine):
     @rule(pick=JOBS)
     def swap_out(self, pick: int) -> None:
         job = self._pick(pick)
-        if self.kv.transfer(job) is None and not self.kv.is_swapped_out(job):
+        if self.kv.transfers.of(job) is None and not self.kv.is_swapped_out(job):
             try:
                 self._note(self.kv.swap_out(job, self.tokens[job]))
             except OutOfBlocksError:
@@ -294,17 +302,17 @@ class Histories(RuleBasedStateMachine):
     @rule(pick=JOBS, max_blocks=st.integers(1, 3))
     def write_back(self, pick: int, max_blocks: int) -> None:
         job = self._pick(pick)
-        if self.kv.transfer(job) is None and not self.kv.is_swapped_out(job):
+        if self.kv.transfers.of(job) is None and not self.kv.is_swapped_out(job):
             try:
                 self._note(self.kv.write_back(job, self.tokens[job], max_blocks))
             except OutOfBlocksError:
-                assert self.kv.transfer(job) is None
+                assert self.kv.transfers.of(job) is None
 
     @precondition(lambda self: self.tokens)
     @rule(pick=JOBS, room=st.integers(0, 5))
     def swap_in(self, pick: int, room: int) -> None:
         job = self._pick(pick)
-        if self.kv.is_swapped_out(job) and self.kv.transfer(job) is None:
+        if self.kv.is_swapped_out(job) and self.kv.transfers.of(job) is None:
             try:
                 self._note(self.kv.swap_in(job, self.tokens[job] + room))
             except OutOfBlocksError:
@@ -337,7 +345,7 @@ class Histories(RuleBasedStateMachine):
     @rule(pick=JOBS)
     def forget(self, pick: int) -> None:
         job = self._pick(pick)
-        if self.kv.transfer(job) is None and self.kv.device.num_held(job):
+        if self.kv.transfers.of(job) is None and self.kv.device.num_held(job):
             self.kv.forget_host(job)
 
     @precondition(lambda self: self.tokens)

@@ -57,7 +57,7 @@ class WatchedRound:
 
     def _could(self, job: Job, num_tokens: int) -> bool:
         room, state, tiers = self._round._room, self._round._state, self._tiers
-        if tiers.transfer(job.number) is not None:
+        if tiers.transfers.of(job.number) is not None:
             return False
         if tiers.is_swapped_out(job.number):
             needed = tiers.needs.for_step(job.num_computed, job.num_computed + num_tokens)

@@ -155,7 +155,7 @@ def _job(job: Job, now: float, tiers: TwoTierKV) -> ListedJob:
 def _state(job: Job, tiers: TwoTierKV) -> State:
     if job.state is _RUNNING:
         return "running"
-    transfer = tiers.transfer(job.number)
+    transfer = tiers.transfers.of(job.number)
     if transfer is not None and transfer.kind is TransferKind.SWAP_OUT:
         return "swapping_out"
     if transfer is not None and transfer.kind is TransferKind.SWAP_IN:

@@ -13,6 +13,7 @@ from fastserve_backend.kv_cache.prefixes import Prefixes, PrefixHit
 from fastserve_backend.kv_cache.sessions import HeldSessions
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.transfers import TransferKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.offers import TAKEN, OfferOutcome
 
@@ -57,7 +58,7 @@ class DeviceRoom:
         self._unseen = [
             self._device.unseen_blocks(job.number, job.num_computed)
             for job in parts.holders.with_numbers(state.running)
-            if self._device.has_windows and parts.tiers.transfer(job.number) is None
+            if self._device.has_windows and parts.tiers.transfers.of(job.number) is None
         ]
         # Jobs whose blocks become free when the running steps or transfers end.
         self._ending = (*parts.tiers.ended_not_leaving, *ending)
@@ -151,7 +152,7 @@ class DeviceRoom:
                     swapping.swap_in(job, room_for, self._state)
                     if tiers.may_run(job.number):
                         return None
-        is_moving = tiers.transfer(job.number) is not None
+        is_moving = tiers.transfers.of(job.number) is not None
         return (
             OfferOutcome.WAITS_FOR_COPIES
             if is_moving or self._will_cover_promises()
@@ -236,7 +237,8 @@ class DeviceRoom:
     def _will_cover_promises(self) -> bool:
         """Whether swap-outs are unfinished, and all blocks that are promised by now are free when
         they end."""
-        return self._parts.tiers.num_swapping_out > 0 and self.num_spare >= 0
+        transfers = self._parts.tiers.transfers
+        return transfers.num_of(TransferKind.SWAP_OUT) > 0 and self.num_spare >= 0
 
     def _free_ending(self) -> tuple[FreedBlocks, int]:
         """To count what becomes free behind all that will be without any decision; and how many

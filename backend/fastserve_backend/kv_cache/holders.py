@@ -116,7 +116,7 @@ class Holders:
     def num_unseen(self, job_number: int, position: int) -> int:
         """Device blocks of the job that no token from ``position`` on sees, and no transfer
         copies."""
-        if self._tiers.transfer(job_number) is not None:
+        if self._tiers.transfers.of(job_number) is not None:
             return 0
         return self._tiers.device.num_before(job_number, position)
 
@@ -171,7 +171,7 @@ class Holders:
     def release(self, job: Job) -> None:
         """The job, which may have no KV, ended."""
         self.remove(job)
-        transfer = self._tiers.transfer(job.number)
+        transfer = self._tiers.transfers.of(job.number)
         if transfer is None or transfer.kind is not TransferKind.SWAP_IN:
             self._prefixes.before_leaving(job)
         self._tiers.release(job.number)
@@ -249,7 +249,7 @@ class RoundState:
         return (
             number not in self.busy
             and number in self._holders.numbers
-            and self._tiers.transfer(number) is None
+            and self._tiers.transfers.of(number) is None
             and self._tiers.device.num_held(number) > 0
         )
 

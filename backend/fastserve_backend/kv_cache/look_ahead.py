@@ -100,7 +100,7 @@ class LookAhead:
         if not tiers.num_swapped_out and spare >= reserve:
             return
         border = DeviceBorder(tiers, state, device.num_blocks - reserve)
-        most_returning = max(0, _MAX_RETURNING - tiers.num_unfinished(TransferKind.SWAP_IN))
+        most_returning = max(0, _MAX_RETURNING - tiers.transfers.num_of(TransferKind.SWAP_IN))
         returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
         wanted = reserve + sum(_room_to_return(job, tiers) for job in returning)
         num_left = num_refused = 0
@@ -133,8 +133,8 @@ class LookAhead:
         if (
             device.num_used - self._tiers.held.device < _WRITE_BACK_USED * device.num_blocks
             or host.num_free <= _WRITE_BACK_HOST_FREE * host.num_blocks
-            or self._tiers.num_unfinished(TransferKind.SWAP_OUT)
-            or self._tiers.num_unfinished(TransferKind.WRITE_BACK)
+            or self._tiers.transfers.num_of(TransferKind.SWAP_OUT)
+            or self._tiers.transfers.num_of(TransferKind.WRITE_BACK)
         ):
             return
         for job in islice(state.by_next_run(Place.DEVICE, last_first=True), _WRITE_BACK_JOBS):

@@ -87,7 +87,7 @@ class KVManager:
     @property
     def holds_steps(self) -> bool:
         """Whether no step may be sent until all transfers have ended."""
-        return self._round.holds_steps and self.tiers.num_transfers > 0
+        return self._round.holds_steps and len(self.tiers.transfers) > 0
 
     @property
     def not_ready(self) -> Set[int]:
@@ -186,7 +186,7 @@ class KVManager:
             self._holders.release(job)
 
     def _try_restart(self, job: Job) -> None:
-        if self.tiers.transfer(job.number) is not None:
+        if self.tiers.transfers.of(job.number) is not None:
             return
         del self._restarting[job.number]
         if self._holders.get(job.number) is not None:

@@ -157,7 +157,7 @@ class Round:
             verdict = StepVerdict.TOO_EARLY
         else:
             self.holds_steps = self._strategy == "reactive" or self._pays_to_hold_step()
-            if self.holds_steps and self._tiers.num_transfers:
+            if self.holds_steps and self._tiers.transfers:
                 verdict = StepVerdict.HOLD
                 self.stalled += self.taken  # they wait with the others
             elif self._strategy == "proactive":
@@ -184,5 +184,5 @@ class Round:
         num_runnable = len(self.taken) if state.is_ahead else len(state.busy)
         if not state.transfers or not num_runnable:
             return False
-        copies_s = costs.link.longest_s(self._tiers.num_in_transfer)
+        copies_s = costs.link.longest_s(self._tiers.transfers.num_blocks)
         return copies_s * num_runnable <= costs.least_iteration_s * len(self.stalled)

@@ -141,7 +141,7 @@ class HeldSessions:
     def _num_to_hold(self, job: Job) -> int:
         """Of how many tokens the ended job's KV may be held. 0: of none."""
         assert self._history is not None
-        transfer = self._tiers.transfer(job.number)
+        transfer = self._tiers.transfers.of(job.number)
         if (
             not self._is_on
             or self._history.ttl_s == 0
@@ -215,7 +215,7 @@ class HeldSessions:
             if host.num_free >= num_blocks:
                 return
             number = turn.job.number
-            if host.num_held(number) and self._tiers.transfer(number) is None:
+            if host.num_held(number) and self._tiers.transfers.of(number) is None:
                 self._tiers.forget_host(number)
                 self._uncopied[number] = turn
 
@@ -306,8 +306,8 @@ class HeldSessions:
         tiers = self._tiers
         if (
             tiers.host.num_blocks == 0
-            or tiers.num_unfinished(TransferKind.SWAP_OUT)
-            or tiers.num_unfinished(TransferKind.WRITE_BACK)
+            or tiers.transfers.num_of(TransferKind.SWAP_OUT)
+            or tiers.transfers.num_of(TransferKind.WRITE_BACK)
         ):
             return None
         turn = self._first_uncopied()

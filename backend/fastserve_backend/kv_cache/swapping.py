@@ -130,7 +130,7 @@ class Swapping:
 
     def on_transfer_finished(self, job_number: int, *, succeeded: bool, seconds: float) -> None:
         """The job's transfer has ended. It took the link ``seconds``."""
-        transfer = self._tiers.transfer(job_number)
+        transfer = self._tiers.transfers.of(job_number)
         assert transfer is not None
         if succeeded:
             num_blocks = len(transfer.device_blocks)
@@ -160,7 +160,7 @@ class Swapping:
         return self._costs.swap_is_cheaper(
             job,
             num_lost=job.num_computed * num_alone // num_held,
-            blocks_out=num_copied + self._tiers.num_swapping_out,
+            blocks_out=num_copied + self._tiers.transfers.blocks_of(TransferKind.SWAP_OUT),
             blocks_in=min(num_alone, self._tiers.needs.computed(job.num_computed)),
             num_running=len(state.busy),
         )

@@ -12,18 +12,18 @@ from __future__ import annotations
 import itertools
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.disk_tier import DiskTier
 from fastserve_backend.kv_cache.freed_blocks import FreedBlocks
 from fastserve_backend.kv_cache.held_blocks import HeldKV
-from fastserve_backend.kv_cache.transfers import Transfer, TransferKind
+from fastserve_backend.kv_cache.transfers import Transfer, TransferKind, UnfinishedTransfers
 from fastserve_backend.rank_protocol.layer_kinds import ONE_GROUP, BlockNeeds, LayerKind
 
 
 class TwoTierKV:
-    """Owns the block tables of both tiers and the unfinished transfers, at most one for each job.
+    """Owns the block tables of both tiers and the unfinished transfers between them.
 
     A job is in one of three states, and may run in the first two:
 
@@ -64,7 +64,8 @@ class TwoTierKV:
         self._block_size = block_size
         self._incremental = incremental
         self._saved: dict[int, int] = {}  # job → its first tokens whose KV is valid on the host
-        self._transfers: dict[int, Transfer] = {}  # job → its unfinished transfer
+        self.transfers = UnfinishedTransfers()
+        """Only the tiers add and remove them."""
         self._ended: set[int] = set()  # jobs that ended during a transfer
         self._ids = itertools.count()
         self.disk = DiskTier(self.host, num_disk_blocks, self._ids)
@@ -78,11 +79,6 @@ class TwoTierKV:
         held."""
         self.copies = self.host.job_set()
         """Jobs of ``has_copy``."""
-        self._num_of_kind = dict.fromkeys(TransferKind, 0)
-        self.num_in_transfer = 0
-        """Blocks that the unfinished transfers copy."""
-        self.num_swapping_out = 0
-        """Blocks that the unfinished swap-outs copy."""
 
     @property
     def num_copies(self) -> int:
@@ -95,18 +91,9 @@ class TwoTierKV:
         return self.needs.longest_job(self.device.num_blocks)
 
     @property
-    def num_transfers(self) -> int:
-        """Unfinished transfers."""
-        return len(self._transfers)
-
-    @property
     def num_swapped_out(self) -> int:
         """Jobs whose KV is only on the host."""
         return len(self._swapped_out)
-
-    def num_unfinished(self, kind: TransferKind) -> int:
-        """Unfinished transfers of this kind."""
-        return self._num_of_kind[kind]
 
     @property
     def num_of_ended(self) -> int:
@@ -119,16 +106,9 @@ class TwoTierKV:
         return [
             number
             for number in self._ended
-            if self._transfers[number].kind is not TransferKind.SWAP_OUT
+            if (transfer := self.transfers.of(number))
+            and transfer.kind is not TransferKind.SWAP_OUT
         ]
-
-    def transfers(self) -> Iterable[Transfer]:
-        """The unfinished transfers."""
-        return self._transfers.values()
-
-    def transfer(self, job_number: int) -> Transfer | None:
-        """The job's unfinished transfer."""
-        return self._transfers.get(job_number)
 
     def num_saved(self, job_number: int) -> int:
         """How many of the job's first tokens have valid KV on the host."""
@@ -277,11 +257,7 @@ class TwoTierKV:
     def finish(self, job_number: int, *, succeeded: bool) -> None:
         """The job's transfer has ended. If a swap failed, the job loses its KV in both tiers; if a
         write-back failed, only the host's part."""
-        transfer = self._transfers.pop(job_number)
-        self._num_of_kind[transfer.kind] -= 1
-        self.num_in_transfer -= len(transfer.device_blocks)
-        if transfer.kind is TransferKind.SWAP_OUT:
-            self.num_swapping_out -= len(transfer.device_blocks)
+        transfer = self.transfers.pop(job_number)
         if job_number in self._ended:
             self._ended.discard(job_number)
             self.release(job_number)
@@ -310,7 +286,7 @@ class TwoTierKV:
 
     def is_idle(self, job_number: int) -> bool:
         """Whether no transfer copies the job's blocks."""
-        return job_number not in self._transfers
+        return self.transfers.of(job_number) is None
 
     def num_of_use(self, job_number: int, num_tokens: int) -> int:
         """Of how many of these first tokens of held KV a heir can use it. It writes behind them, so
@@ -366,7 +342,7 @@ class TwoTierKV:
         Blocks that a transfer still copies stay in its tables until that has ended.
         """
         self._hold_no_longer(job_number)
-        if job_number in self._transfers:
+        if self.transfers.of(job_number) is not None:
             self._ended.add(job_number)
             self._update_facts(job_number)
             return
@@ -382,39 +358,39 @@ class TwoTierKV:
         for number, saved in self._saved.items():
             end = self.host.end(number)
             assert 0 < saved <= end * self._block_size, "the host lacks blocks of a saved prefix"
-        for number, transfer in self._transfers.items():
+        for transfer in self.transfers:
             for pool, blocks in (
                 (self.device, transfer.device_blocks),
                 (self.host, transfer.host_blocks),
             ):
-                lost = set(blocks).difference(pool.all_blocks(number).tolist())
+                here = pool.all_blocks(transfer.job_number).tolist()
+                lost = set(blocks).difference(here)
                 assert not lost, "a transfer lost its blocks"
-        self._check_counts()
-        assert self._ended <= self._transfers.keys(), "an ended job was forgotten"
+        self._check_sets()
 
-    def _check_counts(self) -> None:
-        unfinished = self._transfers.values()
-        leaving = {one.job_number: one for one in unfinished if one.kind is TransferKind.SWAP_OUT}
-        assert set(self.leaving) == leaving.keys() | set(self.held), "jobs that leave"
-        assert self.num_in_transfer == sum(len(one.device_blocks) for one in unfinished)
-        assert self.num_swapping_out == sum(len(one.device_blocks) for one in leaving.values())
-        for kind, count in self._num_of_kind.items():
-            assert count == sum(one.kind is kind for one in unfinished), f"transfers: {kind}"
+    def _check_sets(self) -> None:
+        self.transfers.check_integrity()
+        in_transfer = {one.job_number: one.kind for one in self.transfers}
+        assert self._ended <= in_transfer.keys(), "an ended job was forgotten"
+        leaving = {number for number, kind in in_transfer.items() if kind is TransferKind.SWAP_OUT}
+        assert set(self.leaving) == leaving.union(self.held), "jobs that leave"
         away = {
             number
             for number in self._saved
             if not self.device.num_held(number) and number not in self.held
         }
         assert self._swapped_out == away, "swapped-out jobs"
-        moving = {one.job_number for one in unfinished if one.kind is not TransferKind.WRITE_BACK}
+        moving = {
+            number for number, kind in in_transfer.items() if kind is not TransferKind.WRITE_BACK
+        }
         assert self.away == away | moving, "jobs that are away"
-        copies = self._saved.keys() - away - self._transfers.keys() - self._ended
+        copies = self._saved.keys() - away - in_transfer.keys()
         assert set(self.copies) == copies.difference(self.held), "copies on the host"
         assert self.away.isdisjoint(self.held), "held KV is in a swap"
 
     def _update_facts(self, job_number: int) -> None:
         """The job's KV has moved: update the sets of jobs."""
-        transfer = self._transfers.get(job_number)
+        transfer = self.transfers.of(job_number)
         is_away = transfer is not None and transfer.kind is not TransferKind.WRITE_BACK
         is_held = job_number in self.held
         has_copy = False
@@ -515,10 +491,6 @@ class TwoTierKV:
             num_tokens=num_tokens,
             keys=keys,
         )
-        self._transfers[job_number] = transfer
-        self._num_of_kind[kind] += 1
-        self.num_in_transfer += len(device_blocks)
-        if kind is TransferKind.SWAP_OUT:
-            self.num_swapping_out += len(device_blocks)
+        self.transfers.add(transfer)
         self._update_facts(job_number)
         return transfer

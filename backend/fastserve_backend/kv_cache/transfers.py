@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -40,6 +40,60 @@ class Transfer:
     window see them."""
     keys: Sequence[bytes] = ()
     """Of the job's first blocks of a group, as far as the host's may be found by others."""
+
+
+class UnfinishedTransfers:
+    """At most one for each job."""
+
+    def __init__(self) -> None:
+        self._by_job: dict[int, Transfer] = {}
+        # Each decision asks for these numbers, so they are not summed up.
+        self._num_of_kind = dict.fromkeys(TransferKind, 0)
+        self._blocks_of_kind = dict.fromkeys(TransferKind, 0)
+
+    def __len__(self) -> int:
+        return len(self._by_job)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        return iter(self._by_job.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that they copy."""
+        return sum(self._blocks_of_kind.values())
+
+    def of(self, job_number: int) -> Transfer | None:
+        """The job's transfer."""
+        return self._by_job.get(job_number)
+
+    def num_of(self, kind: TransferKind) -> int:
+        """Transfers of this kind."""
+        return self._num_of_kind[kind]
+
+    def blocks_of(self, kind: TransferKind) -> int:
+        """Blocks that transfers of this kind copy."""
+        return self._blocks_of_kind[kind]
+
+    def add(self, transfer: Transfer) -> None:
+        self._by_job[transfer.job_number] = transfer
+        self._num_of_kind[transfer.kind] += 1
+        self._blocks_of_kind[transfer.kind] += len(transfer.device_blocks)
+
+    def pop(self, job_number: int) -> Transfer:
+        """Remove the job's transfer, which has ended."""
+        transfer = self._by_job.pop(job_number)
+        self._num_of_kind[transfer.kind] -= 1
+        self._blocks_of_kind[transfer.kind] -= len(transfer.device_blocks)
+        return transfer
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the numbers agree with the transfers."""
+        for kind in TransferKind:
+            blocks = [len(one.device_blocks) for one in self if one.kind is kind]
+            assert (self._num_of_kind[kind], self._blocks_of_kind[kind]) == (
+                len(blocks),
+                sum(blocks),
+            ), f"transfers: {kind}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,7 +319,7 @@ class TestRefused:
             (remove("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens is missing"),
             (
                 lambda fields, _: fields.update({"split.count": 2}),
-                "one part of a model in several files; join them with `llama-gguf-split --merge`",
+                "one part of a model in 2 files; give the first one, whose name ends in -00001-of",
             ),
             (
                 lambda fields, _: fields.update({"llama.attention.head_count": 3}),

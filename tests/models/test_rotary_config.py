@@ -174,3 +174,23 @@ def test_rotations_by_type_of_layer_in_older_spelling(
         written.append(load_model_config(str(tmp_path), load_format="dummy"))
     assert written[0].rotaries == written[1].rotaries  # type: ignore[attr-defined]
     assert len(set(written[0].rotaries)) == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({"rope_scaling": YARN | {TRAINED: 256}}, 1024),  # Qwen's recipe for long contexts
+        ({"rope_scaling": YARN}, 1024),
+        ({"rope_scaling": YARN | {TRAINED: 64}}, 256),  # the length is stated
+        ({"rope_scaling": YARN | {TRAINED: 16}}, 256),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 256),
+        ({"rope_scaling": LLAMA3 | {TRAINED: 256}}, 256),
+    ],
+)
+def test_yarn_extends_the_context(fields: dict[str, Any], positions: int, tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA | fields).max_positions == positions
+
+
+def test_an_implausible_context_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="max_position_embeddings by YaRN is"):
+        read(tmp_path, LLAMA | {"rope_scaling": YARN | {"factor": 1e9}})

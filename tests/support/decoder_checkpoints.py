@@ -81,6 +81,7 @@ MIXTURES: dict[str, Variant] = {
 FAMILIES: dict[str, Variant] = {
     "arcee": Variant("Arcee", mlp_bias=True),
     "cohere": Variant("Cohere"),
+    "cohere_qk_norm": Variant("Cohere", use_qk_norm=True),
     "cohere2": Variant("Cohere2", **WINDOWED, **ALTERNATING),
     "cwm": Variant("Cwm", **HEAD_DIM, **WINDOWED, rope_parameters={"rope_theta": 1e4}),
     "ernie4_5": Variant("Ernie4_5", **HEAD_DIM, use_bias=True),

@@ -16,8 +16,9 @@ from fastserve_backend.checkpoints.rotary_config import Rotary
 
 NormKind = Literal["rms", "layer"]
 """Root mean square, or layer norm."""
-QKNorm = Literal["head", "all_heads"]
-"""RMS norm of queries and keys: of each head, or of all heads of a token together."""
+QKNorm = Literal["head", "all_heads", "layer_by_head"]
+"""Norm of queries and keys: RMS of each head, or of all heads of a token together; or a layer norm
+for each head."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -89,15 +90,15 @@ class Sizes:
         """The sizes in a config.json.
 
         Args:
-            layers, …: the family's defaults. kv_heads None: as many as heads. head_dim None:
-                hidden / heads.
+            layers, …: the family's defaults. kv_heads None, also in the file: as many as heads.
+                head_dim None: hidden / heads.
 
         Raises:
             ModelError: a size is wrong.
         """
         width = raw.integer("hidden_size", hidden)
         num_heads = raw.integer("num_attention_heads", heads)
-        num_kv_heads = raw.integer("num_key_value_heads", kv_heads or num_heads)
+        num_kv_heads = raw.optional_integer("num_key_value_heads", kv_heads) or num_heads
         if num_heads % num_kv_heads:
             raise raw.error("num_key_value_heads", f"a divisor of the {num_heads} heads")
         if "head_dim" not in raw and head_dim is None and width % num_heads:
@@ -240,6 +241,16 @@ class DecoderConfig(ModelConfig):
         return None if switch is None or self.max_model_len <= switch else switch
 
     @property
+    def head_order(self) -> Sequence[int]:
+        """Which element of a head in the checkpoint becomes each of ours. The pairs (2i, 2i + 1)
+        become (i, i + dim / 2), which the kernels rotate. Scores stay, since queries and keys are
+        reordered alike."""
+        if not self.rotates_neighbours:
+            return range(self.head_dim)
+        dim = self.rotaries[0].dim
+        return [*range(0, dim, 2), *range(1, dim, 2), *range(dim, self.head_dim)]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return self.window_of_layer or super().windows
 
@@ -290,7 +301,7 @@ class DecoderConfig(ModelConfig):
         layer += self.qkv_bias * (q + 2 * kv) + self.out_bias * hidden
         if self.qk_norm == "head":
             layer += 2 * self.head_dim
-        elif self.qk_norm == "all_heads":
+        elif self.qk_norm is not None:
             layer += q + kv
         return layer + self.has_sinks * self.num_heads
 

@@ -20,7 +20,7 @@ from fastserve_backend.system.atomic_file import remove_drafts
 from fastserve_backend.system.cache_directory import check_private
 
 # Part of the cache's key. Raise it when the same file must be converted in another way.
-_VERSION = 10
+_VERSION = 11
 
 _DRAFT = ".new-"
 # A conversion takes a second. Drafts that are so old were left by a crash.

@@ -21,6 +21,7 @@ from fastserve_backend.checkpoints.gguf_file import GGUFFile
 from fastserve_backend.checkpoints.gguf_index import (
     KEPT_TYPES,
     PLAIN_TYPES,
+    FileState,
     GGUFIndex,
     MappedTensor,
 )
@@ -48,8 +49,8 @@ def convert(path: Path, directory: Path) -> None:
 
 
 def _convert(path: Path, directory: Path) -> None:
-    stat = path.stat()
     file = GGUFFile(path)
+    states = tuple(map(FileState.of, file.paths))
     family = family_of(file)
     config = hf_config(file, family)
     rules = _rules(family, config)
@@ -60,7 +61,7 @@ def _convert(path: Path, directory: Path) -> None:
     (directory / "config.json").write_text(f"{text}\n", encoding="utf-8")
     save_tokenizer(file, directory)
     mapped = tuple(_mapped(file, rule, model_sizes) for rule in rules)
-    GGUFIndex(stat.st_size, stat.st_mtime_ns, mapped).write(directory, path)
+    GGUFIndex(states, mapped).write(directory, path)
 
 
 def _rules(family: Family, config: dict[str, Any]) -> list[TensorRule]:

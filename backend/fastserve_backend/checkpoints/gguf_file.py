@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ import gguf
 import numpy as np
 
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.checkpoints.gguf_index import FileTensor
+from fastserve_backend.checkpoints.gguf_index import FileTensor, part_files
 from fastserve_backend.checkpoints.limits import (
     GGUF_ALIGNMENT,
     GGUF_DIMENSIONS,
     GGUF_FIELDS,
     GGUF_HEADER_BYTES,
     GGUF_NESTED_ARRAYS,
+    GGUF_PARTS,
     GGUF_TENSORS,
     GGUF_TEXT_BYTES,
     GGUF_VALUES,
@@ -33,6 +34,7 @@ from fastserve_backend.checkpoints.limits import (
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # unless general.alignment says otherwise
+_PART, _NUM_PARTS = "split.no", "split.count"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # The other types of values, by their numbers.
 _NUMBERS = {
@@ -42,26 +44,23 @@ _NUMBERS = {
 
 
 class GGUFFile:
-    """A GGUF file with a whole model. The constructor raises ModelError for anything else."""
+    """A GGUF file with a whole model, or the first one of several. The constructor raises
+    ModelError for anything else."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-                self._fields, self.tensors = _read_header(data)
-        except ModelError:
-            raise
-        except Exception as error:  # damage can show as any kind of error
+        self._fields, tensors = _read_file(path)
+        if self.field(_PART, 0) != 0:
             raise ModelError(
-                f"damaged, incomplete, or no GGUF file ({error}); download it again"
-            ) from error
-        if self.field("split.count", 1) > 1:
-            raise ModelError(
-                "one part of a model in several files; join them with `llama-gguf-split --merge`"
+                f"part {self.field(_PART) + 1} of a model in several files; give the first one"
             )
+        self.paths = part_files(path, _num_parts(self.field(_NUM_PARTS, 1)))
+        """Of all parts."""
+        self.tensors = tensors
+        for number, part in enumerate(self.paths[1:], start=1):
+            self.tensors |= self._tensors_of(part, number)
         self.architecture: str = self.required("general.architecture")
 
-    tensors: Mapping[str, FileTensor]
+    tensors: dict[str, FileTensor]
     """By name."""
 
     def field(self, key: str, default: Any = None) -> Any:
@@ -86,9 +85,35 @@ class GGUFFile:
     def values(self, name: str) -> list[float]:
         """The elements of a tensor."""
         tensor = self.tensors[name]
-        raw = np.fromfile(self._path, np.uint8, tensor.num_bytes, offset=tensor.start)
+        path = self.paths[tensor.part]
+        raw = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.start)
         values = gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.kind])
         return [float(one) for one in values.ravel()]
+
+    def _tensors_of(self, path: Path, number: int) -> dict[str, FileTensor]:
+        """The tensors of another part."""
+        try:
+            fields, tensors = _read_file(path)
+        except OSError as error:
+            raise ModelError(f"{path.name}, beside it, cannot be read: {error.strerror}") from None
+        except ModelError as error:
+            raise ModelError(f"{path.name}, beside it: {error}") from None
+        if (fields.get(_PART), fields.get(_NUM_PARTS)) != (number, len(self.paths)):
+            raise ModelError(f"{path.name}, beside it, is no part of the same model")
+        return {name: replace(tensor, part=number) for name, tensor in tensors.items()}
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+    """The metadata and the tensors of a file. Raises OSError and ModelError."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+            return _read_header(data)
+    except (ModelError, OSError):
+        raise
+    except Exception as error:  # damage can show as any kind of error
+        raise ModelError(
+            f"damaged, incomplete, or no GGUF file ({error}); download it again"
+        ) from error
 
 
 def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, FileTensor]]:
@@ -118,6 +143,12 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, FileTensor]
         if tensor.start + tensor.num_bytes > len(data):
             raise ValueError(f"tensor {name!r} ends beyond its end")
     return fields, tensors
+
+
+def _num_parts(stated: Any) -> int:
+    if type(stated) is not int or stated < 1:
+        raise ModelError(f"metadata field {_NUM_PARTS} is {stated!r}, expected a number of files")
+    return check(f"metadata field {_NUM_PARTS}", stated, GGUF_PARTS)
 
 
 def _alignment(stated: Any) -> int:

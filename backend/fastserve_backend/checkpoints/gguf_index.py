@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -35,6 +36,7 @@ class FileTensor:
     kind: the name of its type, such as Q4_K.
     shape: in torch's order.
     start: where its bytes begin in the file.
+    part: the number of the file, of those that have the model.
     """
 
     name: str
@@ -42,6 +44,21 @@ class FileTensor:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class FileState:
+    """How a file was when its tensors were found."""
+
+    num_bytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> Self:
+        """Raises OSError."""
+        stat = file.stat()
+        return cls(stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -72,10 +89,9 @@ class MappedTensor:
 
 @dataclass(frozen=True)
 class GGUFIndex:
-    """The tensors of a model, and how its file was when they were found."""
+    """The tensors of a model, and its files."""
 
-    file_bytes: int
-    changed_ns: int
+    files: tuple[FileState, ...]
     tensors: tuple[MappedTensor, ...]
 
     @property
@@ -100,7 +116,7 @@ class GGUFIndex:
         return sorted(kinds.difference(PLAIN_TYPES, KEPT_TYPES))
 
     def write(self, directory: Path, file: Path) -> None:
-        (directory / SOURCE_FILE).write_bytes(os.fsencode(file.resolve()))
+        (directory / SOURCE_FILE).write_bytes(os.fsencode(file.absolute()))
         (directory / INDEX_FILE).write_bytes(msgspec.json.encode(self))
 
 
@@ -135,13 +151,34 @@ def source_file(directory: Path) -> Path:
     return Path(os.fsdecode((directory / SOURCE_FILE).read_bytes()))
 
 
-def unchanged_source(directory: Path, index: GGUFIndex) -> Path:
-    """The same. Raises ModelError if the file is no longer what it was."""
-    file = source_file(directory)
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
-    if (stat.st_size, stat.st_mtime_ns) != (index.file_bytes, index.changed_ns):
-        raise ModelError(f"{file} has changed since it was described; start again")
-    return file
+def unchanged_sources(directory: Path, index: GGUFIndex) -> list[Path]:
+    """The model's files. Raises ModelError if one of them is no longer what it was."""
+    files = part_files(source_file(directory), len(index.files))
+    for file, state in zip(files, index.files, strict=True):
+        try:
+            is_same = FileState.of(file) == state
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+        if not is_same:
+            raise ModelError(f"{file} has changed since it was described; start again")
+    return files
+
+
+def part_files(first: Path, count: int) -> list[Path]:
+    """The files of a model in ``count`` parts, as llama.cpp's gguf-split names them.
+
+    Raises:
+        ModelError: the first one has another name.
+    """
+    if count == 1:
+        return [first]
+    end = f"-00001-of-{count:05}.gguf"
+    if not first.name.endswith(end):
+        raise ModelError(
+            f"one part of a model in {count} files; give the first one, whose name ends in {end}, "
+            "and keep the others beside it"
+        )
+    begin = first.name.removesuffix(end)
+    return [
+        first.with_name(f"{begin}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)
+    ]

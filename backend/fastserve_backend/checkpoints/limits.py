@@ -62,6 +62,7 @@ GGUF_HEADER_BYTES = 256 << 20
 """Mostly the vocabulary and its merges."""
 GGUF_FIELDS = 1 << 14
 GGUF_TENSORS = 1 << 17
+GGUF_PARTS = 1 << 10
 GGUF_DIMENSIONS = 4
 """As in ggml."""
 GGUF_TEXT_BYTES = 16 << 20

@@ -14,6 +14,7 @@ from operator import truediv
 
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_config import HFConfig
+from fastserve_backend.checkpoints.limits import check, most_of_field
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}  # the type's name until 2024
@@ -167,8 +168,12 @@ def _llama3(frequency: float, rope: HFConfig, trained: int) -> float:
 def _yarn(
     plain: list[float], rope: HFConfig, theta: float, dim: int, positions: int, trained: int
 ) -> Rotary:
-    """YaRN (Peng et al. 2023): interpolate pairs that turn rarely, keep those that turn often."""
+    """YaRN (Peng et al. 2023): interpolate pairs that turn rarely, keep those that turn often. The
+    context is ``factor`` times as long as the trained one. Model cards (Qwen's) tell users to add
+    that object and nothing else, so ``positions`` may be less."""
     factor = rope.number("factor", positions / trained)
+    key = "max_position_embeddings"
+    extended = check(f"{rope.source}: {key} by YaRN", round(factor * trained), most_of_field(key))
     beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
 
     def dimension_of(rotations: float) -> float:
@@ -185,7 +190,7 @@ def _yarn(
         interpolated = min(1.0, max(0.0, (index - low) / (high - low)))
         frequencies.append(one / factor * interpolated + one * (1 - interpolated))
     scale = rope.number("attention_factor", 0.0) or _yarn_scale(factor, rope)
-    return Rotary(dim, tuple(frequencies), scale, positions)
+    return Rotary(dim, tuple(frequencies), scale, max(positions, extended))
 
 
 def _longrope(plain: list[float], rope: HFConfig, positions: int, trained: int) -> Rotary:

@@ -108,14 +108,11 @@ class SelfAttention:
         self._rule.sinks.copy_(tensor)
 
     def _with_halves(self, parameter: Parameter) -> Parameter:
-        """Reorder each head while loading, so that the pairs (2i, 2i + 1) become (i, i + dim / 2),
-        which the kernels rotate. Scores stay, since queries and keys are reordered alike."""
-        head_dim, dim = self._config.head_dim, self._config.rotaries[0].dim
-        order = [*range(0, dim, 2), *range(1, dim, 2), *range(dim, head_dim)]
+        """Reorder each head while loading (`DecoderConfig.head_order`)."""
 
         def load(weight: StoredWeight) -> None:
-            by_head = torch.arange(weight.shape[0]).view(-1, head_dim)
-            parameter.load(reordered(weight, by_head[:, order].flatten()))
+            by_head = torch.arange(weight.shape[0]).view(-1, self._config.head_dim)
+            parameter.load(reordered(weight, by_head[:, self._config.head_order].flatten()))
 
         return replace(parameter, load=load)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from fastserve_backend.checkpoints.gguf_index import (
     FileTensor,
     MappedTensor,
     read_index,
-    unchanged_source,
+    unchanged_sources,
 )
 from fastserve_backend.models.gguf_quants import QUANTS
 from fastserve_backend.models.weights import Shard, StoredTensor, StoredWeight
@@ -39,18 +39,18 @@ def gguf_tensors(directory: Path) -> Iterator[StoredTensor]:
             ends within a block.
     """
     index = read_index(directory)
-    file = unchanged_source(directory, index)
+    files = unchanged_sources(directory, index)
     if others := index.dequantized_types():
-        _log.warning("%s: matrices in %s are dequantized", file.name, ", ".join(others))
+        _log.warning("%s: matrices in %s are dequantized", files[0].name, ", ".join(others))
     for tensor in index.tensors:
         shape = _shape(tensor)
         kind = tensor.sources[0].kind
         if "{expert}" not in tensor.name:
-            yield StoredTensor(tensor.name, shape, kind, True, partial(_read, file, tensor))
+            yield StoredTensor(tensor.name, shape, kind, True, partial(_read, files, tensor))
             continue
         for expert in range(shape[0]):
             name = tensor.name.format(expert=expert)
-            read = partial(_read_expert, file, tensor, expert)
+            read = partial(_read_expert, files, tensor, expert)
             yield StoredTensor(name, shape[1:], kind, True, read)
 
 
@@ -63,13 +63,15 @@ def _shape(tensor: MappedTensor) -> tuple[int, ...]:
     return first, *rest
 
 
-def _read_expert(file: Path, tensor: MappedTensor, expert: int, shard: Shard) -> StoredWeight:
+def _read_expert(
+    files: Sequence[Path], tensor: MappedTensor, expert: int, shard: Shard
+) -> StoredWeight:
     (source,) = tensor.sources
-    return _MappedSource(file, source).read((expert, *shard))
+    return _MappedSource(files[source.part], source).read((expert, *shard))
 
 
-def _read(file: Path, tensor: MappedTensor, shard: Shard) -> StoredWeight:
-    sources = [_MappedSource(file, source) for source in tensor.sources]
+def _read(files: Sequence[Path], tensor: MappedTensor, shard: Shard) -> StoredWeight:
+    sources = [_MappedSource(files[source.part], source) for source in tensor.sources]
     if tensor.transposed and tensor.is_kept and shard and _is_one(shard[0]):
         # Of one expert: its matrix, which is not transposed.
         matrices = [source.read((shard[0].start,)) for source in sources]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.decoder_config import DecoderConfig
@@ -34,10 +39,52 @@ class QKNorms:
         self._key.in_place(qkv[:, q : q + kv])
 
 
-def qk_norms_of(config: DecoderConfig, part: ModelPart) -> QKNorms | None:
+class LayerNormsByHead:
+    """A layer norm of each head of queries and keys, with weights of its own (Command R+)."""
+
+    def __init__(self, config: DecoderConfig, part: ModelPart) -> None:
+        self._config = config
+        self._heads = {
+            "q_norm": part.tensor.part(config.num_heads),
+            "k_norm": part.tensor.part(config.num_kv_heads),
+        }
+        counts = [len(range(one.start, one.stop)) for one in self._heads.values()]
+        self._weight = torch.empty(sum(counts), config.head_dim, device=part.device)
+        """float32 [query heads and key heads of this rank, head_dim]."""
+        self._weights = dict(zip(self._heads, self._weight.split(counts), strict=True))
+
+    def parameters(self) -> dict[str, Parameter]:
+        counts = self._config.num_heads, self._config.num_kv_heads
+        return {
+            f"{name}.weight": Parameter(
+                (count, self._config.head_dim),
+                partial(self._take, self._weights[name]),
+                (heads,),
+                is_scale=True,
+            )
+            for (name, heads), count in zip(self._heads.items(), counts, strict=True)
+        }
+
+    def __call__(self, qkv: Tensor) -> None:
+        """See ``QKNorms``."""
+        ops.call_on_rows(self._normalise, qkv)
+
+    def _take(self, weight: Tensor, stored: Tensor) -> None:
+        weight.copy_(stored[:, self._config.head_order])
+
+    def _normalise(self, qkv: Tensor) -> None:
+        count, head_dim = self._weight.shape
+        heads = qkv[:, : count * head_dim].unflatten(1, (count, head_dim))
+        normed = F.layer_norm(heads.float(), (head_dim,), eps=self._config.norm_eps)
+        heads.copy_(normed * self._weight)
+
+
+def qk_norms_of(config: DecoderConfig, part: ModelPart) -> QKNorms | LayerNormsByHead | None:
     """The norms of a layer; None if the model has none."""
     if config.qk_norm is None:
         return None
+    if config.qk_norm == "layer_by_head":
+        return LayerNormsByHead(config, part)
     plus_one = config.norm_plus_one
 
     def norm(heads: int) -> RMSNorm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 from fastserve_backend.checkpoints.decoder_config import (
@@ -20,9 +21,9 @@ _NUM_LAYERS = 40  # unless config.json says otherwise
 
 
 def read_cohere(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
-    if raw.boolean("use_qk_norm", False):
-        raise raw.error("use_qk_norm", "false: norms of queries and keys are not supported here")
-    return _read(raw, common, "cohere")
+    """Command R+ also has norms of queries and keys."""
+    config = _read(raw, common, "cohere", theta=5e5)
+    return replace(config, qk_norm="layer_by_head") if raw.boolean("use_qk_norm", False) else config
 
 
 def read_cohere2(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
@@ -45,6 +46,7 @@ def _read(
     common: CommonFields,
     name: str,
     *,
+    theta: float = 1e4,
     rotary_of_layer: tuple[int | None, ...] = (),
     window_of_layer: tuple[int | None, ...] = (),
 ) -> DecoderConfig:
@@ -57,7 +59,7 @@ def _read(
         common,
         name,
         sizes,
-        [whole_rotary(raw, sizes)],
+        [whole_rotary(raw, sizes, theta=theta)],
         norm_eps=raw.number("layer_norm_eps", 1e-5),
         ties=True,
         end=(255001,),

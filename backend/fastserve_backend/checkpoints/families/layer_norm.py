@@ -67,7 +67,9 @@ def read_stablelm(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfi
     for switch in ("qk_layernorm", "use_parallel_residual"):
         if raw.boolean(switch, False):
             raise raw.error(switch, "false: the 12B model of this family is not supported")
-    sizes = Sizes.read(raw, layers=32, hidden=2560, heads=32, ffn=6912, vocab=50304, positions=4096)
+    sizes = Sizes.read(
+        raw, layers=32, hidden=2560, heads=32, kv_heads=32, ffn=6912, vocab=50304, positions=4096
+    )
     return DecoderConfig.read(
         raw,
         common,

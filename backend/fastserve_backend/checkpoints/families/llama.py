@@ -36,6 +36,16 @@ BUILTIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
+_CWM_ROPE = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+)
 
 
 def read_llama(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
@@ -80,6 +90,8 @@ def read_arcee(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
 
 def read_cwm(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
     """LLaMA with windows in three of four layers."""
+    if "rope_scaling" not in raw:
+        raw = raw.with_default("rope_parameters", _CWM_ROPE)
     sizes = Sizes.read(
         raw, layers=64, hidden=6144, heads=48, kv_heads=8, head_dim=128, ffn=21504, vocab=128256,
         positions=131072,
@@ -134,7 +146,7 @@ def read_helium(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         common,
         "helium",
         sizes,
-        [whole_rotary(raw, sizes)],
+        [whole_rotary(raw, sizes, theta=1e5)],
         norm_eps=raw.number("rms_norm_eps", 1e-8),
         qkv_bias=raw.boolean("attention_bias", False),
         mlp_bias=raw.boolean("mlp_bias", False),

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Unpack
 
 from fastserve_backend.checkpoints.decoder_config import (
+    FULL,
     SLIDING,
     DecoderConfig,
     Sizes,
@@ -19,6 +20,17 @@ from fastserve_backend.checkpoints.model_config import CommonFields
 
 MISTRAL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"mistral-7b": published("mistral", 32, 32, 8, 4096, 14336, 32768)}  # version 0.1
+)
+_MINISTRAL3_ROPE = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
 )
 
 
@@ -40,7 +52,8 @@ def read_ministral(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
     """Mistral whose layers may differ."""
     sizes = _sizes(raw)
     window = raw.optional_integer("sliding_window", 4096)
-    _, windows = read_windows(raw, window, [SLIDING] * sizes.layers)
+    default = FULL if window is None else SLIDING
+    _, windows = read_windows(raw, window, [default] * sizes.layers)
     return DecoderConfig.read(
         raw,
         common,
@@ -58,14 +71,14 @@ def read_ministral3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderCon
         raw, layers=34, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=131072,
         positions=262144,
     )  # fmt: skip
-    if "rope_parameters" not in raw and "rope_scaling" not in raw:
-        raise raw.error("rope_parameters", "an object: the family has no plain rotation")
+    if "rope_scaling" not in raw:
+        raw = raw.with_default("rope_parameters", _MINISTRAL3_ROPE)
     return DecoderConfig.read(
         raw,
         common,
         "ministral3",
         sizes,
-        [whole_rotary(raw, sizes, theta=1e6)],
+        [whole_rotary(raw, sizes)],
         norm_eps=raw.number("rms_norm_eps", 1e-5),
         window_of_layer=(raw.optional_integer("sliding_window"),) * sizes.layers,
     )

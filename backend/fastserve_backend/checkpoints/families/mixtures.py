@@ -99,7 +99,7 @@ def read_mixtral(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
 def read_qwen2_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
     """Qwen 2's layers with experts, one of which computes all tokens."""
     sizes = Sizes.read(
-        raw, layers=24, hidden=2048, heads=16, ffn=5632, vocab=151936, positions=32768
+        raw, layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5632, vocab=151936, positions=32768
     )
     window, last = asked_window(raw), raw.integer("max_window_layers", 28)
     default = [

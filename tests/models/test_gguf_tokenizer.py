@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fastserve_backend.checkpoints.chat_options import ChatOptions
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf_conversion import convert
 from fastserve_backend.checkpoints.tokenizer import load_tokenizer
@@ -156,3 +157,17 @@ def test_chat_template(directory: Path) -> None:
     assert ids == byte_level_bpe().encode(text).ids
     assert ids[0] == BEGIN
     assert ours.decode(ids) == "user: Hello\nassistant: "
+
+
+def test_requests_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
+    def change(fields: Fields, arrays: Arrays) -> None:
+        del arrays
+        fields["tokenizer.chat_templates"] = ["tool_use"]
+        template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+        fields["tokenizer.chat_template.tool_use"] = template
+
+    convert(write_llama(tmp_path / "m.gguf", random_llama(), change=change), tmp_path / "out")
+    ours = load_tokenizer("m", None, config_of(tmp_path / "out"))
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    assert ours.render_chat(HELLO, ChatOptions(tools=[tool])) == "look_up"
+    assert "Hello" in ours.render_chat(HELLO)

@@ -70,7 +70,7 @@ def test_checkpoint_without_files(tmp_path: Path) -> None:
 def test_named_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'\./nowhere' is no directory"):
         load_tokenizer("m", "./nowhere", config(None, "dummy"))
-    with pytest.raises(ModelError, match=r"neither tokenizer\.json nor vocab\.json"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, no tekken\.json"):
         load_tokenizer("m", str(tmp_path), config(None, "dummy"))
 
 

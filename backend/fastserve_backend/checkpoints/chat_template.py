@@ -21,10 +21,10 @@ Message = Mapping[str, Any]
 """``role`` (such as system, user, assistant, tool) and ``content``, both text, and other keys that
 a template may know, such as ``tool_calls``."""
 
-_FILE = "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
 _NAME = "default"
-_TOOL_NAME = "tool_use"
-_TOOL_FILE = f"additional_chat_templates/{_TOOL_NAME}.jinja"
+TOOL_TEMPLATE = "tool_use"
+TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 _KEY = "chat_template"
 # Repositories of models that also see images have it, for the program that prepares those.
 _PROCESSORS_FILE = "chat_template.json"
@@ -60,7 +60,7 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         tool_source: str | None = None,
-        name: str = _FILE,
+        name: str = TEMPLATE_FILE,
     ) -> None:
         self.source = source
         self.tool_source = tool_source
@@ -94,9 +94,12 @@ class ChatTemplate:
         Of several named templates it is the one named "default", and with tools "tool_use". The
         latter may also be a file beside chat_template.jinja.
         """
-        name = _FILE
-        if (directory / _FILE).is_file():
-            files = {_NAME: directory / _FILE, _TOOL_NAME: directory / _TOOL_FILE}
+        name = TEMPLATE_FILE
+        if (directory / TEMPLATE_FILE).is_file():
+            files = {
+                _NAME: directory / TEMPLATE_FILE,
+                TOOL_TEMPLATE: directory / TOOL_TEMPLATE_FILE,
+            }
             named = {
                 name: path.read_text(encoding="utf-8")
                 for name, path in files.items()
@@ -111,7 +114,7 @@ class ChatTemplate:
                 name = _PROCESSORS_FILE
         if _NAME not in named:
             return None
-        return cls(named[_NAME], special_tokens, named.get(_TOOL_NAME), name)
+        return cls(named[_NAME], special_tokens, named.get(TOOL_TEMPLATE), name)
 
     def render(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         """The prompt after which the model answers.

@@ -1,4 +1,4 @@
-"""Writes a GGUF file's tokenizer as tokenizer.json, tokenizer_config.json and chat_template.jinja.
+"""Writes a GGUF file's tokenizer as tokenizer.json and tokenizer_config.json, and its templates.
 
 It is built from the file's fields directly. Versions of transformers read them differently, and it
 ignores the field that names how text is split before it is encoded. Spaces in a SentencePiece
@@ -15,6 +15,11 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from fastserve_backend.checkpoints.chat_template import (
+    TEMPLATE_FILE,
+    TOOL_TEMPLATE,
+    TOOL_TEMPLATE_FILE,
+)
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf_pre_types import PreType, pre_type
 from fastserve_backend.checkpoints.gguf_vocabulary import (
@@ -56,9 +61,12 @@ def save_tokenizer(file: Fields, directory: Path) -> None:
     if duplicates:
         settings["duplicate_tokens"] = duplicates
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    template = file.field("tokenizer.chat_template")
-    if template is not None:
-        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for field, name in (("", TEMPLATE_FILE), (f".{TOOL_TEMPLATE}", TOOL_TEMPLATE_FILE)):
+        template = file.field(f"tokenizer.chat_template{field}")
+        if template is not None:
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(template, encoding="utf-8")
 
 
 def _read(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:

@@ -25,6 +25,7 @@ from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTempla
 from fastserve_backend.checkpoints.end_tokens import tokenizer_ends
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.limits import check_file
+from fastserve_backend.checkpoints.tekken import TEKKEN_FILE, TEKKEN_NAMES, tekken_as_json
 from fastserve_backend.checkpoints.token_ids import build_tokenizer, parse_with_duplicates
 from fastserve_backend.checkpoints.token_text import bytes_of_added, spelling_of
 from fastserve_backend.checkpoints.tokenizer import (
@@ -59,7 +60,7 @@ _SPECIAL_KEYS = (
 )
 
 _FILES = (
-    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"),
+    *("tokenizer.json", "vocab.json", "merges.txt", TEKKEN_FILE, "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
 )
@@ -69,9 +70,8 @@ _END_KEYS = ("eos_token", "eot_token", "eom_token")
 
 def has_tokenizer_files(directory: Path) -> bool:
     """Whether `directory` holds a tokenizer that HFTokenizer can read."""
-    return (directory / "tokenizer.json").is_file() or (
-        (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
-    )
+    has = {name: (directory / name).is_file() for name in _FILES}
+    return has["tokenizer.json"] or has[TEKKEN_FILE] or (has["vocab.json"] and has["merges.txt"])
 
 
 class HFTokenizer(Tokenizer):
@@ -100,8 +100,8 @@ class HFTokenizer(Tokenizer):
     def __init__(self, directory: Path, vocab_size: int) -> None:
         if not has_tokenizer_files(directory):
             raise ModelError(
-                f"tokenizer {str(directory)!r} has neither tokenizer.json nor vocab.json with "
-                "merges.txt"
+                f"tokenizer {str(directory)!r} has no tokenizer.json, no {TEKKEN_FILE}, and no "
+                "vocab.json with merges.txt"
             )
         try:
             for path in (directory / name for name in _FILES):
@@ -223,10 +223,8 @@ class _Files:
 def _load(directory: Path, settings: dict[str, Any]) -> _Files:
     tokenizer_class = settings.get("tokenizer_class")
     add_prefix_space = bool(settings.get("add_prefix_space", False))
-    if (directory / "tokenizer.json").is_file():
-        # Read here, because the library cannot open a path that the stub's Python cannot spell,
-        # and that Python only knows ASCII names.
-        text = (directory / "tokenizer.json").read_text("utf-8")
+    text = _tokenizer_json(directory)
+    if text is not None:
         fields, further = parse_with_duplicates(text)
         vocabulary = _vocabulary(fields)
         in_file = {
@@ -270,6 +268,17 @@ def _load(directory: Path, settings: dict[str, Any]) -> _Files:
     files = _build(make_gpt2, vocabulary, further, {}, settings)
     files.fast.post_processor = _tokens_around(files.fast, settings)
     return files
+
+
+def _tokenizer_json(directory: Path) -> str | None:
+    """The content of tokenizer.json, or what it would be; None: there is neither file."""
+    # Read here, because the library cannot open a path that the stub's Python cannot spell, and
+    # that Python only knows ASCII names.
+    if (directory / "tokenizer.json").is_file():
+        return (directory / "tokenizer.json").read_text("utf-8")
+    if (directory / TEKKEN_FILE).is_file():
+        return tekken_as_json(directory / TEKKEN_FILE)
+    return None
 
 
 def _vocabulary(fields: dict[str, Any]) -> dict[str, int]:
@@ -342,7 +351,7 @@ def around_prompt(
 
 def _settings(directory: Path) -> dict[str, Any]:
     """The fields of tokenizer_config.json. If it lists no added tokens, special_tokens_map.json
-    counts too. Without tokenizer.json, GPT-2's special tokens are the defaults."""
+    counts too. Without tokenizer.json, those of tekken.json or of GPT-2 are the defaults."""
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = directory / name
@@ -356,8 +365,9 @@ def _settings(directory: Path) -> dict[str, Any]:
             for text, token_id in json.loads(legacy.read_text(encoding="utf-8")).items()
         }
     if not (directory / "tokenizer.json").is_file():
-        for key in ("bos_token", "eos_token", "unk_token"):
-            settings.setdefault(key, _GPT2_SPECIAL)
+        is_tekken = (directory / TEKKEN_FILE).is_file()
+        for key, name in TEKKEN_NAMES.items():
+            settings.setdefault(key, name if is_tekken else _GPT2_SPECIAL)
     return settings
 
 

@@ -39,6 +39,12 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_LETTER_OF = {byte: letter for letter, byte in _BYTE_OF.items()}
+
+
+def byte_level(piece: bytes) -> str:
+    """How a byte-level vocabulary spells these bytes."""
+    return "".join(map(_LETTER_OF.__getitem__, piece))
 
 
 def _byte_level(token: str) -> bytes:

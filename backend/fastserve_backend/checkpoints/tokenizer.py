@@ -200,7 +200,7 @@ def _load(model: str, tokenizer: str | None, config: ModelConfig) -> Tokenizer:
         return ByteTokenizer(config.vocab_size)
     else:
         raise ModelError(
-            f"model {model!r}: {config.directory} has no tokenizer (tokenizer.json, or vocab.json "
-            "with merges.txt); add it, or name one with tokenizer"
+            f"model {model!r}: {config.directory} has no tokenizer (tokenizer.json, tekken.json, "
+            "or vocab.json with merges.txt); add it, or name one with tokenizer"
         )
     return HFTokenizer(directory, config.vocab_size)

@@ -128,10 +128,14 @@ def _named_call(entry: Any) -> WrittenCall:
     for key in ("arguments", "parameters"):
         if key in entry:
             return _call(entry["name"], entry[key])
+    if entry.keys() <= {"name", "id", "type"}:  # of a tool without parameters
+        return _call(entry["name"], {})
     raise NoCallError
 
 
 def _call(name: str, arguments: Any) -> WrittenCall:
+    if arguments is None or arguments == "":  # of a tool without parameters
+        arguments = {}
     if isinstance(arguments, str):  # some models write JSON inside JSON
         arguments = _loads(arguments)
     if not isinstance(arguments, dict):

@@ -20,6 +20,8 @@ KNOWN_FORMATS = frozenset(
 """The formats of llguidance, which a test compares; "unknown" is any text."""
 
 _MAX_STEP_CHARS = 64
+_ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
+"""Schemas of ``propertyNames`` that allow all names: they are texts anyway."""
 
 # Keywords that hold schemas: by name, or one or a list of them. ``not`` and ``if`` are missing,
 # because without a format inside them the schema would allow other answers.
@@ -99,6 +101,11 @@ def without_unknown(schema: Mapping[str, Any]) -> dict[str, Any]:
     for _, part in schema_parts(copied):
         if has_unknown_format(part):
             del part["format"]
-        if part.get("uniqueItems") is False:  # the default, and llguidance refuses the keyword
+        # Keywords that say nothing, and that llguidance refuses.
+        if part.get("uniqueItems") is False:
             del part["uniqueItems"]
+        if part.get("propertyNames") in _ANY_NAME:  # zod's, of each record
+            del part["propertyNames"]
+        if part.get("required", ()) is None:
+            del part["required"]
     return copied

@@ -13,7 +13,8 @@ from fastserve_gateway.strict_fields import MAX_NAME_CHARS, StrictFields, unknow
 MAX_TOOLS = 128
 """OpenAI's limit."""
 _CHOICES = ("auto", "none", "required")
-_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
+"""Agents put the name of an MCP server before that of its tool."""
 _MAX_SHOWN_CHARS = 40
 _JSON_TYPES = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
 
@@ -48,7 +49,9 @@ def _check_part(place: SchemaPlace | None, part: dict[str, Any]) -> None:
     for name, value in properties.items():
         if not isinstance(value, dict | bool):
             raise _wrong(place, f"properties.{name[:MAX_NAME_CHARS]}: must be a schema")
-    required = part.get("required", [])
+    required = part.get("required")
+    if required is None:  # Go's libraries write null for an empty list
+        return
     if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
         raise _wrong(place, "required: must be a list of texts")
 
@@ -120,7 +123,7 @@ def check_tools(tools: list[FunctionTool], choice: str | dict[str, Any] | None) 
         if tool.function.name in names:
             raise ValueError(f"tools.{index}.function.name: another tool has the same name")
         names.add(tool.function.name)
-    if choice is not None and choice != "none" and not tools:
+    if choice not in (None, "none", "auto") and not tools:
         raise ValueError("tool_choice: only allowed with tools")
     if isinstance(choice, dict) and choice["function"]["name"] not in names:
         raise ValueError("tool_choice.function.name: must be the name of one of the tools")

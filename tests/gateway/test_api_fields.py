@@ -76,6 +76,24 @@ def test_items_become_messages() -> None:
     ]
 
 
+def test_a_tool_choice_that_asks_for_nothing_needs_no_tools() -> None:
+    """Codex compacts a conversation so."""
+    for more in ({}, {"tools": []}):
+        assert responses(tool_choice="auto", **more).chat(()).tool_choice == "auto"
+        assert anthropic(tool_choice={"type": "none"}, **more).chat.tool_choice == "none"
+
+
+def test_tools_have_the_names_that_agents_give_them() -> None:
+    """An MCP server's name comes before its tool's."""
+    schema: dict[str, Any] = {"type": "object", "required": None}
+    name = "mcp__plugin_" + "a" * 116
+    tool = {"type": "function", "name": name, "parameters": schema}
+    chat = responses(tools=[tool]).chat(())
+    assert [one.function.name for one in chat.tools or ()] == [name]
+    with pytest.raises(ApiError, match=r"tools\.0\.name"):
+        responses(tools=[{**tool, "name": f"{name}a"}])
+
+
 def test_earlier_messages_come_between_instructions_and_input() -> None:
     history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     request = responses(input="Bye", instructions="Be brief.", previous_response_id="resp_1")

@@ -127,7 +127,7 @@ def test_calls_in_xml() -> None:
         '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>',
         '<tool_call>\n{"name": "f", "arguments": {"a": 1e999}}\n</tool_call>',
         '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> and more',
-        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "colour": "red"}\n</tool_call>',
         "<tool_call>" + "[" * 5000 + "]" * 5000,
         "a <tool_ca",
         "<tool_call>" + " " * 1000,
@@ -136,6 +136,16 @@ def test_calls_in_xml() -> None:
 )
 def test_what_is_no_call_is_content_as_it_is(text: str) -> None:
     assert read(free("hermes"), text).pieces == [("content", text)]
+
+
+@pytest.mark.parametrize("more", ["", ', "arguments": null', ', "parameters": ""', ', "id": "1"'])
+@pytest.mark.parametrize(
+    ("name", "begin"), [("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]")]
+)
+def test_a_call_needs_no_arguments(name: str, begin: str, more: str) -> None:
+    written = f'{{"name": "f"{more}}}'
+    text = f"{begin}{written}</tool_call>" if name == "hermes" else f"{begin}[{written}]"
+    assert read(free(name), text).pieces == [("f", "{}")]
 
 
 def test_a_call_behind_what_is_none() -> None:

@@ -133,6 +133,9 @@ class TestCompiler:
             ({"type": "number", "format": "double", "minimum": 2}, {"5": True, "1": False}),
             ({"type": "string", "format": "date"}, {'"2026-01-31"': True, '"today"': False}),
             ({"type": "array", "uniqueItems": False}, {"[1,1]": True, "{}": False}),
+            ({"type": "object", "required": None}, {"{}": True, "5": False}),
+            ({"type": "object", "propertyNames": {"type": "string"},
+              "additionalProperties": {"type": "string"}}, {'{"a":"b"}': True, '{"a":5}': False}),
             ({"enum": [{"format": "x"}]}, {'{"format":"x"}': True, "{}": False}),
             ({"properties": {"format": {"const": "x"}}, "required": ["format"], "type": "object"},
              {'{"format":"x"}': True, '{"format":"y"}': False}),
@@ -425,6 +428,7 @@ class TestProcess:
                 (StructuredOutput(regex=r"[^\s\S]"), "nothing matches it"),
                 (StructuredOutput(json_schema={"type": "strin"}), "Invalid type"),
                 (StructuredOutput(json_schema={"uniqueItems": True}), "uniqueItems"),
+                (StructuredOutput(json_schema={"propertyNames": {"pattern": "a"}}), "propertyN"),
                 (StructuredOutput(grammar="start: other"), "unknown name"),
                 (StructuredOutput(grammar="start: <|nothing|>"), ""),
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import dropwhile
 from typing import Any
 
@@ -33,16 +33,28 @@ class FieldNames:
     Args:
         patterns: regular expressions for the beginning of a path in a chat completion's body, and
             what stands there in the other API.
+        tools: where the chat completion's tools are in the request. None: at the same places.
     """
 
-    def __init__(self, patterns: Sequence[tuple[str, str]]) -> None:
-        self._patterns = [(re.compile(pattern), new) for pattern, new in patterns]
+    def __init__(
+        self, patterns: Sequence[tuple[str, str]], tools: Sequence[int] | None = None
+    ) -> None:
+        self._patterns = patterns
+        self._tools = tools
+
+    def with_tools(self, tools: Sequence[int]) -> FieldNames:
+        """The same for a request of which some tools are left out."""
+        return FieldNames(self._patterns, tools)
 
     def of(self, path: str) -> str:
         for pattern, new in self._patterns:
-            if match := pattern.match(path):
-                return match.expand(new) + path[match.end() :]
-        return path
+            if match := re.match(pattern, path):
+                path = match.expand(new) + path[match.end() :]
+                break
+        if self._tools is None:
+            return path
+        tools = self._tools
+        return re.sub(r"^tools\.(\d+)", lambda found: f"tools.{tools[int(found[1])]}", path)
 
 
 def chat_request(fields: Mapping[str, Any], names: FieldNames) -> ChatRequest:
@@ -80,6 +92,22 @@ def join_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     rest = list(dropwhile(lambda one: one["role"] == "system", messages))
     system = [one["content"] for one in messages[: len(messages) - len(rest)]]
     return [{"role": "system", "content": PARAGRAPH.join(system)}, *rest] if system else rest
+
+
+def served_tools(tools: Sequence[Mapping[str, Any]] | None, served: Container[object]) -> list[int]:
+    """The places of the tools that are functions of the client. Others, such as a web search that
+    the API's own servers run, are left out: the model only does not know them.
+
+    Args:
+        served: the types of tools that are functions. A type that is no text is refused later.
+    """
+    types = [tool.get("type") for tool in tools or ()]
+    return [place for place, one in enumerate(types) if one in served or not isinstance(one, str)]
+
+
+def unserved_tools(tools: Sequence[object] | None, served: Sequence[int]) -> list[str]:
+    """The names of the tools that are left out."""
+    return [f"tools.{place}" for place in range(len(tools or ())) if place not in served]
 
 
 def named_tool(choice: Mapping[str, Any]) -> dict[str, Any]:

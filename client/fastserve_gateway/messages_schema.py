@@ -16,7 +16,9 @@ from fastserve_gateway.chat_conversion import (
     got_type,
     join_system,
     named_tool,
+    served_tools,
     thinking_variables,
+    unserved_tools,
     with_variables,
 )
 from fastserve_gateway.chat_message import MAX_MESSAGES
@@ -76,10 +78,13 @@ class ConversationRequest(RequestBody):
     output_config: OutputConfig | None = None
 
     _chat: ChatRequest = PrivateAttr()
+    _served: list[int] = PrivateAttr()
+    """The places of the tools that the model gets to know."""
 
     @model_validator(mode="after")
     def _build_chat(self) -> ConversationRequest:
-        self._chat = chat_request(self._chat_fields(), MESSAGES_FIELDS)
+        self._served = served_tools(self.tools, (None, "custom"))
+        self._chat = chat_request(self._chat_fields(), self._names)
         return self
 
     @property
@@ -95,7 +100,12 @@ class ConversationRequest(RequestBody):
         names = super().unknown_fields()
         for prefix, part in (("thinking", self.thinking), ("output_config", self.output_config)):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
-        return [*names, *map(MESSAGES_FIELDS.of, self._chat.unknown_fields())]
+        names += unserved_tools(self.tools, self._served)
+        return [*names, *map(self._names.of, self._chat.unknown_fields())]
+
+    @property
+    def _names(self) -> FieldNames:
+        return MESSAGES_FIELDS.with_tools(self._served)
 
     def read_elsewhere(self) -> Container[str]:
         return (*_HINTS, *FIELDS_OF_CHAT)
@@ -122,7 +132,7 @@ class ConversationRequest(RequestBody):
             "stream": self.stream,
             "messages": join_system(messages),
             "tools": self.tools
-            and [_chat_tool(tool, f"tools.{at}") for at, tool in enumerate(self.tools)],
+            and [_chat_tool(self.tools[place], f"tools.{place}") for place in self._served],
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": False if _forbids_several_calls(self.tool_choice) else None,
             "response_format": self.output_config and _response_format(self.output_config.format),

@@ -15,7 +15,9 @@ from fastserve_gateway.chat_conversion import (
     got_type,
     join_system,
     named_tool,
+    served_tools,
     thinking_variables,
+    unserved_tools,
     with_variables,
 )
 from fastserve_gateway.errors import invalid
@@ -81,6 +83,8 @@ class ResponsesRequest(RequestBody):
     user: Annotated[str, Field(max_length=_MAX_USER_CHARS)] | None = None
 
     _chat: ChatRequest = PrivateAttr()
+    _served: list[int] = PrivateAttr()
+    """The places of the tools that the model gets to know."""
 
     @model_validator(mode="after")
     def _build_chat(self) -> ResponsesRequest:
@@ -92,11 +96,12 @@ class ResponsesRequest(RequestBody):
             _check_returned(name, value.format if isinstance(value, TextConfig) else value)
         effort = self.reasoning and self.reasoning.effort
         wants_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+        self._served = served_tools(self.tools, ("function",))
         fields = {
             "model": self.model,
             "stream": self.stream,
             "messages": self._messages(()),
-            "tools": self.tools and [_chat_tool(tool) for tool in self.tools],
+            "tools": self.tools and [_chat_tool(self.tools[place]) for place in self._served],
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text and _response_format(self.text.format),
@@ -112,7 +117,7 @@ class ResponsesRequest(RequestBody):
                 extra.get("chat_template_kwargs"),
             ),
         }
-        self._chat = chat_request(fields, RESPONSES_FIELDS)
+        self._chat = chat_request(fields, self._names)
         return self
 
     def chat(self, history: Sequence[Mapping[str, Any]]) -> ChatRequest:
@@ -131,7 +136,12 @@ class ResponsesRequest(RequestBody):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
         if self.truncation == "auto":
             names.append("truncation")
-        return [*names, *map(RESPONSES_FIELDS.of, self._chat.unknown_fields())]
+        names += unserved_tools(self.tools, self._served)
+        return [*names, *map(self._names.of, self._chat.unknown_fields())]
+
+    @property
+    def _names(self) -> FieldNames:
+        return RESPONSES_FIELDS.with_tools(self._served)
 
     def read_elsewhere(self) -> Container[str]:
         return _FIELDS_OF_CHAT

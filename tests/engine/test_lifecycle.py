@@ -28,6 +28,7 @@ from waiting import DEADLINE_S, wait_for
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer: Path) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
         engine = llm.engine
@@ -59,6 +60,7 @@ def test_the_directory_for_temporary_files_may_have_any_name(
         assert answer.finish_reason is not None
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) -> None:
     with small_engine(checkpoint, tokenizer, max_queued_requests=3) as llm:
         sinks = [Collector() for _ in range(3)]
@@ -76,6 +78,7 @@ def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) ->
         assert all(answer.finish_reason is not None for answer in answers)
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_draining_finishes_what_was_accepted(checkpoint: Path, tokenizer: Path) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
         sinks = [Collector() for _ in range(6)]
@@ -132,6 +135,7 @@ def test_a_stop_signal_to_all_processes_leaves_the_ranks_to_the_engine(
         assert llm.engine.counters.worker_restarts == 0
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_a_raising_sink_disturbs_nobody(checkpoint: Path, tokenizer: Path) -> None:
     def bad_sink(output: JobOutput) -> None:
         raise RuntimeError("client's trouble")

@@ -33,6 +33,7 @@ def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_the_engine_measures_once_and_corrects_itself(
     checkpoint: Path, tokenizer: Path, cache: Path
 ) -> None:

@@ -117,6 +117,7 @@ def signal_fresh_ranks(
     return fresh
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,6 +153,7 @@ def test_streams_under_load_outlive_a_killed_rank(
         assert sum(snapshot.level_sizes) == 0
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_a_stopped_rank_is_replaced(
     checkpoint: Path,
     tokenizer: Path,
@@ -208,6 +210,7 @@ def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("forked_ranks_here")
 def test_after_three_restarts_jobs_fail_with_the_reason(
     checkpoint: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

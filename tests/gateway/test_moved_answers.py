@@ -132,6 +132,7 @@ def kill_busiest(front: Front, pid_of: Callable[[TritonServer], int]) -> None:
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.one_of("pid_of")
 @pytest.mark.parametrize(
     "pid_of",
     [lambda server: server.pid, lambda server: server.runtime.stub_pid()],

@@ -1,8 +1,9 @@
-"""Fixture: ranks that skip slow imports.
+"""Fixtures: ranks that skip slow imports.
 
 A small model's rank spends most of its start, a processor second, on importing torch. Modules that
-start many engines use ``forked_ranks``: a process that has imported torch forks their ranks. All
-other ranks, and all ranks of servers, start as in the product.
+start many engines use ``forked_ranks``: a process that has imported torch forks their ranks. A test
+of other modules may use ``forked_ranks_here``. All other ranks, and all ranks of servers, start as
+in the product.
 """
 
 from __future__ import annotations
@@ -109,6 +110,12 @@ def fork_server(program: str = "fastserve_backend.worker.__main__:main") -> Fork
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
     """Forks ranks of engines in this process, if they run the product's program."""
+    yield from forking(fork_server)
+
+
+@pytest.fixture
+def forked_ranks_here() -> Iterator[None]:
+    """``forked_ranks`` for one test of a module whose others start ranks as the product does."""
     yield from forking(fork_server)
 
 

@@ -4,11 +4,9 @@ parameters were chosen by it."""
 from __future__ import annotations
 
 import re
-from functools import cache
-from itertools import product
 
 import pytest
-from ahead_of_time import Arguments, CompiledKernel, Launch, compile_launches
+from ahead_of_time import Arguments, CompiledKernel, Launch
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.launch_parameters import PrefillParameters
 
@@ -33,8 +31,9 @@ PREFILL = [
     ("bfloat16", 40, 40, 64), ("float16", 32, 32, 80), ("bfloat16", 32, 8, 128),
     ("bfloat16", 8, 4, 256),
 ]  # fmt: skip
-SHAPES = {"decode": DECODE, "prefill": PREFILL}
 ARCHITECTURES = (80, 90)
+STEPS = [(1, 1), (3, 21), (4, 64), (15, 1920)]
+"""Number of decodes, and entries of the block table."""
 # Rules and heads of Mistral 7B, gpt-oss and Gemma 2.
 RULES: list[Arguments] = [
     {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "head_dim": 128, "window": 4096},
@@ -82,39 +81,43 @@ def check_memory(kernel: CompiledKernel, architecture: int, most_spilled_bytes: 
     assert kernel.count("LDG.128", "LDGSTS.128") > 0, kernel
 
 
-@cache
-def compiled(function: str, architecture: int) -> dict[str, list[CompiledKernel]]:
-    launches = [
-        launch(function, architecture, shape, int8)
-        for shape, int8 in product(SHAPES[function], (False, True))
+@pytest.mark.compiles(
+    lambda: [
+        Launch(
+            "step",
+            90,
+            {
+                "dtype": "bfloat16",
+                "heads": 12,
+                "kv_heads": 12,
+                "head_dim": 64,
+                "num_decodes": decodes,
+                "table_entries": entries,
+            },
+        )
+        for decodes, entries in STEPS
     ]
-    launches += [Launch(function, architecture, arguments) for arguments in RULES]
-    if function == "decode":
-        launches += [writing_launch(architecture, int8) for int8 in (False, True)]
-    return dict(zip(map(str, launches), compile_launches(launches), strict=True))
-
-
-def test_no_step_waits_for_the_compiler() -> None:
+)
+def test_no_step_waits_for_the_compiler(kernels: list[CompiledKernel]) -> None:
     """One variant of each kernel serves steps of all shapes."""
-    shape = {"dtype": "bfloat16", "heads": 12, "kv_heads": 12, "head_dim": 64}
-    steps = [(1, 1), (3, 21), (4, 64), (15, 1920)]
-    launches = [
-        Launch("step", 90, {**shape, "num_decodes": decodes, "table_entries": entries})
-        for decodes, entries in steps
-    ]
-    variants = {tuple(one.variant for one in found) for found in compile_launches(launches)}
-    assert len(variants) == 1, variants
+    variants = [kernel.variant for kernel in kernels]
+    assert variants == len(STEPS) * variants[: len(variants) // len(STEPS)]
 
 
+@pytest.mark.compiles(
+    lambda architecture, shape, int8: [launch("decode", architecture, shape, int8)]
+)
+@pytest.mark.one_of("architecture")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("shape", DECODE, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decode(
+    kernels: list[CompiledKernel],
     architecture: int,
     shape: tuple[str, int, int, int],
     int8: bool,
 ) -> None:
-    (attend,) = compiled("decode", architecture)[str(launch("decode", architecture, shape, int8))]
+    (attend,) = kernels
     _, heads, kv_heads, head_dim = shape
     parameters = launch_parameters.decode(
         head_dim, 2, heads // kv_heads, divmod(architecture, 10), int8=int8
@@ -131,10 +134,14 @@ def test_decode(
         assert attend.count("HMMA") > 0, attend
 
 
+@pytest.mark.compiles(lambda architecture, int8: [writing_launch(architecture, int8)])
+@pytest.mark.one_of("architecture")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_decode_that_writes_tokens(architecture: int, int8: bool) -> None:
-    (attend,) = compiled("decode", architecture)[str(writing_launch(architecture, int8))]
+def test_decode_that_writes_tokens(
+    kernels: list[CompiledKernel], architecture: int, int8: bool
+) -> None:
+    (attend,) = kernels
     parameters = launch_parameters.decode(128, 2, 1, divmod(architecture, 10), int8=int8)
     check_no_spills(attend, architecture)
     resident = attend.resident_programs
@@ -142,10 +149,14 @@ def test_decode_that_writes_tokens(architecture: int, int8: bool) -> None:
     assert attend.copies_ahead >= COPIES_OF_A_TILE + (2 if int8 else 0), attend
 
 
+@pytest.mark.compiles(lambda architecture, shape: [launch("prefill", architecture, shape)])
+@pytest.mark.one_of("architecture")
 @pytest.mark.parametrize("shape", PREFILL, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prefill(architecture: int, shape: tuple[str, int, int, int]) -> None:
-    (kernel,) = compiled("prefill", architecture)[str(launch("prefill", architecture, shape))]
+def test_prefill(
+    kernels: list[CompiledKernel], architecture: int, shape: tuple[str, int, int, int]
+) -> None:
+    (kernel,) = kernels
     parameters = launch_parameters.prefill(shape[3], 2, divmod(architecture, 10), int8=False)
     check_memory(kernel, architecture, OVERLAP_SPILLS[False] if parameters.overlap else 0)
     resident = kernel.resident_programs
@@ -168,25 +179,36 @@ def check_overlap(kernel: CompiledKernel, parameters: PrefillParameters) -> None
     assert exponentials >= parameters.query_tile * parameters.key_tile // threads, exponentials
 
 
+@pytest.mark.compiles(
+    lambda architecture, shape: [launch("prefill", architecture, shape, int8=True)]
+)
+@pytest.mark.one_of("architecture")
 @pytest.mark.parametrize("shape", PREFILL, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prefill_of_a_cache_in_int8(architecture: int, shape: tuple[str, int, int, int]) -> None:
-    (kernel,) = compiled("prefill", architecture)[
-        str(launch("prefill", architecture, shape, int8=True))
-    ]
+def test_prefill_of_a_cache_in_int8(
+    kernels: list[CompiledKernel], architecture: int, shape: tuple[str, int, int, int]
+) -> None:
+    (kernel,) = kernels
     # See `launch_parameters.INT8_PREFILL`.
     check_spills(kernel, architecture, 24 if shape[3] == 256 else 0)
     assert kernel.resident_programs >= 1, kernel
     assert kernel.count(MATRIX_INSTRUCTION[architecture]) > 0, kernel
 
 
+@pytest.mark.compiles(
+    lambda architecture, arguments: [
+        Launch(function, architecture, arguments) for function in ("decode", "prefill")
+    ]
+)
+@pytest.mark.one_of("architecture")
 @pytest.mark.parametrize("arguments", RULES, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_other_rules(architecture: int, arguments: Arguments) -> None:
+def test_other_rules(
+    kernels: list[CompiledKernel], architecture: int, arguments: Arguments
+) -> None:
     """A rule takes registers, but leaves kernels their place, their early loads and their dot
     products."""
-    (attend,) = compiled("decode", architecture)[str(Launch("decode", architecture, arguments))]
-    (prefill,) = compiled("prefill", architecture)[str(Launch("prefill", architecture, arguments))]
+    attend, prefill = kernels
     check_no_spills(attend, architecture)
     head_dim, group = int(arguments["head_dim"]), arguments["heads"] // arguments["kv_heads"]
     of_prefill = launch_parameters.prefill(head_dim, 2, divmod(architecture, 10), int8=False)

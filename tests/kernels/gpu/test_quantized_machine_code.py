@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 
 import pytest
-from ahead_of_time import CompiledKernel, Launch, compile_launches
+from ahead_of_time import CompiledKernel, Launch, but_architecture
 
 PACKINGS = ("Q4_1", "Q4_0", "Q4_K", "Q6_K", "FP8")
 CASES = [
@@ -64,18 +63,13 @@ GROUPED_LAUNCHES = [
 MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 
 
-@cache
-def compiled(architecture: int) -> dict[str, list[CompiledKernel]]:
-    all_launches = (*LAUNCHES, *ROW_LAUNCHES, *GROUPED_LAUNCHES)
-    launches = [one for one in all_launches if one.architecture == architecture]
-    return dict(zip(map(str, launches), compile_launches(launches), strict=True))
-
-
+@pytest.mark.compiles(lambda launch: [launch])
+@pytest.mark.one_of("launch", key=but_architecture)
 @pytest.mark.parametrize(
     "launch", [*LAUNCHES, *GROUPED_LAUNCHES], ids=map(str, [*LAUNCHES, *GROUPED_LAUNCHES])
 )
-def test_machine_code(launch: Launch) -> None:
-    kernel, *others = compiled(launch.architecture)[str(launch)]
+def test_machine_code(kernels: list[CompiledKernel], launch: Launch) -> None:
+    kernel, *others = kernels
     what = f"{kernel.registers} registers, {kernel.shared_bytes} bytes, {dict(kernel.instructions)}"
     is_narrow = launch.arguments["dtype"] != "float32"
     assert kernel.stack_bytes == 0, what
@@ -92,9 +86,11 @@ def test_machine_code(launch: Launch) -> None:
         assert other.count("LDG.128") > 0
 
 
+@pytest.mark.compiles(lambda launch: [launch])
+@pytest.mark.one_of("launch", key=but_architecture)
 @pytest.mark.parametrize("launch", ROW_LAUNCHES, ids=map(str, ROW_LAUNCHES))
-def test_machine_code_of_rows(launch: Launch) -> None:
-    (kernel,) = compiled(launch.architecture)[str(launch)]
+def test_machine_code_of_rows(kernels: list[CompiledKernel], launch: Launch) -> None:
+    (kernel,) = kernels
     what = f"{kernel.registers} registers, {dict(kernel.instructions)}"
     assert kernel.stack_bytes == 0, what
     assert kernel.count("LDG.128") > 0, what

@@ -269,7 +269,7 @@ class CPUInputs:
                     table_starts[:n],
                     layout.context_lens[:n],
                     self._block_size,
-                    window,
+                    window=window,
                 ),
             )
             for slots, table_starts, window in zip(

@@ -50,9 +50,10 @@ class Jobs:
         kv.zero_()
         limits = StepLimits(len(OWN), POSITIONS, POSITIONS)
         self._prepare = CPUInputs(BLOCK_SIZE, groups.kinds).prepare
-        self._model = load_model(config, CPU)  # the program has its weights' addresses
+        model = load_model(config, CPU)
+        self._memory = model, kv  # the program has their addresses only
         self._program = StepProgram(
-            self._model,
+            model,
             kv,
             limits,
             self._num_groups,
@@ -82,6 +83,7 @@ class Jobs:
         step = Step.of(0, rows, first_blocks=[[0] * len(rows)] * len(self._kinds))
         logits = self._program.run(self._prepare(step, 0), None, is_greedy=False).logits
         assert logits is not None
+        assert logits.isfinite().all()
         return logits.clone()
 
     def _places(self, job: int, end: int) -> list[int]:

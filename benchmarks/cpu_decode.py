@@ -398,16 +398,14 @@ def nothing_in_common() -> Iterator[None]:
     """Rows of steps that are made meanwhile seem to begin with blocks of their own."""
     from fastserve_backend.worker import step_inputs
 
-    find = step_inputs.common_beginnings
-
-    def find_nothing(*arrays: Any, window: int | None) -> Any:
-        return find(*arrays, window=0)  # nobody sees all of its context
-
-    step_inputs.common_beginnings = find_nothing
+    inputs: Any = step_inputs
+    find = inputs.common_beginnings
+    # With a window of 0 nobody sees all of its context.
+    inputs.common_beginnings = lambda *arrays, window: find(*arrays, window=0)
     try:
         yield
     finally:
-        step_inputs.common_beginnings = find
+        inputs.common_beginnings = find
 
 
 def compute_s(answer: object) -> float:

@@ -1,15 +1,16 @@
 """Speed of OPT-125M on a CPU: through the engine, through the Triton server, and inside a step.
 
-    python -m benchmarks.cpu_decode            # all three parts, several minutes
-    python -m benchmarks.cpu_decode serving    # only one of machine, step, serving
+    python -m benchmarks.cpu_decode            # all parts, several minutes
+    python -m benchmarks.cpu_decode serving    # only one of machine, step, beginnings, serving
     python -m benchmarks.cpu_decode serving --model smollm2-135m-instruct
 
 Random weights, bfloat16, greedy, prompts of 64 tokens, 64 tokens generated. Prefill is the time of
 32 prompts at once until every job has its first token; decode is the time after that. Figures are
 medians of the repeats, with the least and the most in brackets. "machine" measures the best that
 this processor can do, and computes the best of each figure from it: a decode step reads all weights
-once and multiplies each with every job's vector. "serving" also measures the CPU time that each
-process takes for a token; through Triton this process is the client, the one for asyncio.
+once and multiplies each with every job's vector. "beginnings" has decode steps of jobs that begin
+with the same blocks, which are read once or by each job. "serving" also measures the CPU time that
+each process takes for a token; through Triton this process is the client, the one for asyncio.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ PROMPT_IDS = range(300, 49152)
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 BATCHES = (1, 16, 32)
 PREFILL_BATCH = 32
+BEHIND_COMMON, COMMON_TOKENS, OWN_BLOCKS = (24, 8, 4, 2, 1), 1600, 2
+"""Batches of jobs that begin with the same tokens, and the blocks of a job's own tokens."""
 CPU_TIME_BATCH = 16
 GROUP = 4
 """Tokens in a response of the second server."""
@@ -335,6 +338,76 @@ def step(repeats: int) -> None:
     console.print(table)
 
 
+def beginnings(repeats: int, model: str) -> None:
+    """Decode steps of jobs that begin alike, in this process. Both forms take turns."""
+    import torch
+    from fastserve_backend.checkpoints.load_config import load_model_config
+    from fastserve_backend.models.loader import load_model
+    from fastserve_backend.worker.kv_store import allocate_kv
+    from fastserve_backend.worker.model_runner import ModelRunner
+    from fastserve_backend.worker.step_inputs import StepLimits
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = torch.device("cpu")
+    load_format = options(model)["load_format"]
+    table = Table(
+        title=f"One decode step of {model} behind {COMMON_TOKENS} common tokens, ms",
+        title_justify="left",
+    )
+    for heading in ("KV", "jobs", "read once", "read by each job", "ratio"):
+        table.add_column(heading, justify="right")
+    for kv_dtype in ("same", "int8"):
+        config = load_model_config(
+            model, load_format=load_format, dtype="bfloat16", kv_dtype=kv_dtype
+        )
+        jobs_blocks = max(BEHIND_COMMON) * OWN_BLOCKS
+        kv = allocate_kv(config, device, 16, COMMON_TOKENS // 16 + jobs_blocks, 0.9)
+        kv.zero_()
+        limits = StepLimits(max(BEHIND_COMMON), max(BEHIND_COMMON), config.max_model_len)
+        runner = ModelRunner(load_model(config, device), config, kv, device, limits)
+        for batch in BEHIND_COMMON:
+            message = step_behind_common(batch)
+            times: dict[bool, list[float]] = {True: [], False: []}
+            for turn in range(2 * repeats + 2):
+                is_once = turn % 2 == 0
+                with nullcontext() if is_once else nothing_in_common():
+                    spent = compute_s(runner.run(message))
+                if turn >= 2:
+                    times[is_once].append(spent * 1e3)
+            ratio = statistics.median(map(truediv, times[False], times[True]))
+            texts = [summary(times[is_once], 1) for is_once in (True, False)]
+            table.add_row(
+                config.dtype if kv_dtype == "same" else kv_dtype, str(batch), *texts, f"{ratio:.2f}"
+            )
+    console.print(table)
+
+
+def step_behind_common(batch: int) -> Step:
+    """Each job's last token follows COMMON_TOKENS of all and some of its own."""
+    first_own = COMMON_TOKENS // 16
+    jobs = []
+    for job in range(batch):
+        own = range(first_own + job * OWN_BLOCKS, first_own + (job + 1) * OWN_BLOCKS)
+        table = [*range(first_own), *own]
+        jobs.append((len(table) * 16 - 1, [1000 + job], table))
+    return Step.of(0, jobs)
+
+
+@contextmanager
+def nothing_in_common() -> Iterator[None]:
+    """Rows of steps that are made meanwhile seem to begin with blocks of their own."""
+    from fastserve_backend.worker import step_inputs
+
+    inputs: Any = step_inputs
+    find = inputs.common_beginnings
+    # With a window of 0 nobody sees all of its context.
+    inputs.common_beginnings = lambda *arrays, window: find(*arrays, window=0)
+    try:
+        yield
+    finally:
+        inputs.common_beginnings = find
+
+
 def compute_s(answer: object) -> float:
     assert isinstance(answer, StepResult)
     return answer.compute_s
@@ -387,13 +460,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="*", help="of machine, step, serving (default: all)")
+    parser.add_argument(
+        "part", nargs="*", help="of machine, step, beginnings, serving (default: all)"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--model", default=MODEL, help=f"what is served (default: {MODEL})")
+    parser.add_argument(
+        "--model", default=MODEL, help=f"of beginnings and serving (default: {MODEL})"
+    )
     arguments = parser.parse_args()
     parts: dict[str, Callable[[int], None]] = {
         "machine": machine,
         "step": step,
+        "beginnings": partial(beginnings, model=arguments.model),
         "serving": partial(serving, model=arguments.model),
     }
     if unknown := set(arguments.part) - set(parts):

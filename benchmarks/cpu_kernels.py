@@ -1,8 +1,9 @@
 """Speed of the CPU kernels beside torch's own, in OPT-125M's shapes, of weights in 4 bits beside
-others, and of decodes' attention in other shapes and with KV in INT8.
+others, of decodes' attention in other shapes and with KV in INT8, and of decodes that begin alike.
 
     python -m benchmarks.cpu_kernels                   # bfloat16 and float32, a minute or two each
     python -m benchmarks.cpu_kernels --dtype float32
+    python -m benchmarks.cpu_kernels --only beginnings
 
 Milliseconds, medians of runs that take turns; in brackets how many times as long the others take.
 The weights of a step and the KV of most batches are larger than the caches, as while serving.
@@ -20,6 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from fastserve_kernels import int8_cache, linear, ops
+from fastserve_kernels.common_beginnings import common_beginnings as find
 from fastserve_kernels.weight_quantization import quantize_groups
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +44,9 @@ DECODED = {
     "Llama 3 8B": (32, 8, 128, 4),
 }
 DECODES = ((1, 512), (16, 96), (16, 512), (16, 2048), (64, 512))
+# Jobs and their common tokens; each has OWN_TOKENS more.
+BEGINNINGS = ((24, 1600), (24, 4096), (8, 1600), (4, 1600), (2, 1600))
+OWN_TOKENS = 20
 PREFILLS = ((32, 64, 64), (1, 512, 512), (1, 2048, 2048), (1, 512, 2048))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MOST_GATHERED_TOKENS = 16 * 512  # of a batch: gathering more takes minutes
@@ -155,6 +160,30 @@ def decode_attention(model: str, name: str, dtype: torch.dtype, repeats: int) ->
     report(title, rows, "ours, GB/s")
 
 
+def common_beginnings(model: str, name: str, dtype: torch.dtype, repeats: int) -> None:
+    """Some layers of a decode step of jobs that begin with the same blocks."""
+    heads, kv_heads, size, layers = DECODED[model]
+    rows = []
+    for batch, common in BEGINNINGS:
+        context, shared = common + OWN_TOKENS, common // BLOCK_SIZE
+        own = -(-context // BLOCK_SIZE) - shared
+        order = torch.randperm(shared + batch * own).to(torch.int32)
+        tables = torch.cat(
+            [order[:shared].expand(batch, -1), order[shared:].view(batch, own)], dim=1
+        )
+        plain = torch.randn(len(order), layers, 2, kv_heads, BLOCK_SIZE, size).to(dtype)
+        query = torch.randn(batch, heads, size).to(dtype)
+        for label, kv in (("", plain), (", KV in INT8", in_int8(plain))):
+            decode = partial(paged, query, kv, tables, context)
+            calls = {"read once": partial(decode, reads_once=True), "read by each": decode}
+            seconds = median_s(calls, repeats)
+            pairs = batch * context * heads * layers
+            entry = f"{seconds['read once'] * 1e9 / pairs:.1f}"
+            rows.append((f"{batch} × {common}{label}", seconds, entry))
+    title = f"Attention of decodes that begin alike, {layers} layers of {model}, {name}, ms"
+    report(title, rows, "ns for a query and a position")
+
+
 def in_int8(kv: Tensor) -> Tensor:
     """A cache of the same shape with any codes, and scales of one hundredth."""
     cache = torch.empty((*kv.shape[:-1], kv.shape[-1] + int8_cache.SCALE_BYTES), dtype=torch.int8)
@@ -164,12 +193,18 @@ def in_int8(kv: Tensor) -> Tensor:
     return cache
 
 
-def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
+def paged(
+    query: Tensor, kv: Tensor, tables: Tensor, context: int, *, reads_once: bool = False
+) -> None:
+    """reads_once: whether blocks that are in several tables are."""
     lengths = torch.full((len(query),), context, dtype=torch.int32)
     flat, firsts = flattened(tables)
+    beginnings = None
+    if reads_once:
+        beginnings = find(flat.numpy(), firsts.numpy(), lengths.numpy(), BLOCK_SIZE)
     rule = ops.AttentionRule(query.shape[-1] ** -0.5)
     for layer in range(kv.shape[1]):
-        ops.paged_decode(query, kv, layer, flat, firsts, lengths, rule)
+        ops.paged_decode(query, kv, layer, flat, firsts, lengths, rule, None, beginnings)
 
 
 def flattened(tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,12 +268,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="(both)")
+    parser.add_argument("--only", choices=("beginnings",), help="(everything)")
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     with torch.inference_mode():
-        for name in [arguments.dtype] if arguments.dtype else DTYPES:
+        names = [arguments.dtype] if arguments.dtype else list(DTYPES)
+        for name in names:
+            for model in DECODED:
+                common_beginnings(model, name, DTYPES[name], arguments.repeats)
+        if arguments.only:
+            return
+        for name in names:
             linears(name, DTYPES[name], arguments.repeats)
             for model in DECODED:
                 decode_attention(model, name, DTYPES[name], arguments.repeats)

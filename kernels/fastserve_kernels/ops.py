@@ -44,6 +44,7 @@ from fastserve_kernels.backend import (
     thread_ids,
     uses_triton,
 )
+from fastserve_kernels.common_beginnings import CommonBeginnings
 from fastserve_kernels.cpu import operations, plain_torch
 from fastserve_kernels.cpu.operations import of_thread
 from fastserve_kernels.grouped_linear import GroupedLinear
@@ -55,6 +56,7 @@ from fastserve_kernels.routes import Routes
 __all__ = [
     "Activation",
     "AttentionRule",
+    "CommonBeginnings",
     "GroupedLinear",
     "Int8Linear",
     "PackedLinear",
@@ -136,6 +138,7 @@ def paged_decode(
     context_lens: Tensor,
     rule: AttentionRule,
     out: Tensor | None = None,
+    beginnings: CommonBeginnings | None = None,
 ) -> Tensor:
     """Attention of one query row for each job over the paged cache.
 
@@ -145,6 +148,8 @@ def paged_decode(
     context_lens: int32 [B], contiguous. Row t attends to the positions [0, context_lens[t]) of its
         job, or to the last of them within the rule's window; 0 gives zeros (padding).
     out: [B, heads, value_dim] of query's dtype, to write to; each row contiguous.
+    beginnings: of these rows. Compiled kernels read once what neighbours have in common. It changes
+        no bit of the result.
 
     Returns out, or a new contiguous tensor like query. Table entries, blocks and slots past a
     context, or before a row's window, are never used, whatever they hold. With compiled kernels a
@@ -153,7 +158,9 @@ def paged_decode(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kernels = compiled_for(query) or plain_torch
-    kernels.paged_decode(query, kv, layer, block_tables, table_starts, context_lens, rule, out)
+    kernels.paged_decode(
+        query, kv, layer, block_tables, table_starts, context_lens, rule, out, beginnings
+    )
     return out
 
 

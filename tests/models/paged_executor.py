@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from decoder_checkpoints import POSITIONS
 from fastserve_backend.checkpoints.layer_groups import LayerGroups
@@ -14,6 +15,7 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.attention import AttentionBatch, CPUBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
+from fastserve_kernels.common_beginnings import common_beginnings
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -92,8 +94,15 @@ class PagedExecutor:
             else:
                 starts.append(starts[-1] + count)
         groups = []
-        for group in range(len(self._kind_of_group)):
+        for group, kind in enumerate(self._kind_of_group):
             slots, tables, table_starts = self._places(group, work, padding)
+            beginnings = common_beginnings(
+                np.array(tables, dtype=np.int32),
+                np.array(table_starts[:num_decodes], dtype=np.int32),
+                np.array(lengths[:num_decodes], dtype=np.int32),
+                BLOCK_SIZE,
+                self._groups.kinds[kind].window,
+            )
             groups.append(
                 CPUBatch(
                     num_decodes=num_decodes,
@@ -102,6 +111,7 @@ class PagedExecutor:
                     table_starts=torch.tensor(table_starts, dtype=torch.int32),
                     context_lens=torch.tensor(lengths, dtype=torch.int32),
                     query_starts=torch.tensor(starts, dtype=torch.int32),
+                    beginnings=beginnings,
                 )
             )
         batch = AttentionBatch(groups)

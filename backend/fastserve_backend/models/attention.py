@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fastserve_kernels import ops
 from fastserve_kernels.gpu.work_lists import prefill_capacity
-from fastserve_kernels.ops import AttentionRule
+from fastserve_kernels.ops import AttentionRule, CommonBeginnings
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
@@ -124,10 +124,12 @@ class CPUBatch(GroupBatch):
     num_decodes: D.
     query_starts: int32 [S - D + 1], where the rows of each job in prefill begin, counted from row
         D, and then the number of such rows.
+    beginnings: of the D jobs that decode.
     """
 
     num_decodes: int
     query_starts: Tensor
+    beginnings: CommonBeginnings
 
     def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
         out = ops.empty(query.shape, query)
@@ -142,6 +144,7 @@ class CPUBatch(GroupBatch):
                 self.context_lens[:n],
                 rule,
                 out[:n],
+                self.beginnings,
             )
         if n < len(query):
             ops.paged_prefill(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from fastserve_kernels.common_beginnings import common_beginnings
 from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
@@ -246,6 +247,7 @@ class CPUInputs:
     def __init__(self, block_size: int, kinds: Sequence[LayerKind] = ONE_GROUP) -> None:
         self._block_size = block_size
         self._kinds = kinds
+        self._windows = [kind.window for kind in kinds for _ in range(kind.num_groups)]
 
     def prepare(self, step: Step, num_previous: int) -> StepTensors:
         layout = StepLayout.of(step, self._block_size, num_previous, self._kinds)
@@ -262,8 +264,17 @@ class CPUInputs:
                 table_starts=torch.from_numpy(table_starts),
                 context_lens=context_lens,
                 query_starts=query_starts,
+                beginnings=common_beginnings(
+                    layout.block_tables,
+                    table_starts[:n],
+                    layout.context_lens[:n],
+                    self._block_size,
+                    window=window,
+                ),
             )
-            for slots, table_starts in zip(layout.slots, layout.table_starts, strict=True)
+            for slots, table_starts, window in zip(
+                layout.slots, layout.table_starts, self._windows, strict=True
+            )
         ]
         return StepTensors(
             num_jobs=layout.num_jobs,

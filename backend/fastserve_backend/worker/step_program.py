@@ -89,6 +89,10 @@ class StepProgram:
                 table_starts=recorder.input((jobs,), torch.int32),
                 context_lens=context_lens,
                 query_starts=query_starts,
+                beginnings=ops.CommonBeginnings(
+                    order=recorder.input((jobs,), torch.int32),
+                    common=recorder.input((jobs,), torch.int32),
+                ),
             )
             for _ in range(num_groups)
         ]
@@ -135,7 +139,9 @@ class StepProgram:
             shared.query_starts.data_ptr(),
         ]
         for group in groups:
-            values += [group.slots.data_ptr(), group.table_starts.data_ptr()]
+            assert isinstance(group, CPUBatch)
+            arrays = group.slots, group.table_starts, *group.beginnings
+            values += [array.data_ptr() for array in arrays]
         if received is not None:
             values.append(received.data_ptr())
         self._program.run(values, self._greedy_end if is_greedy else self._end)

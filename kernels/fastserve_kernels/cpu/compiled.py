@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastserve_kernels.activations import ACTIVATIONS, Activation
 from fastserve_kernels.attention_rule import AttentionRule
+from fastserve_kernels.common_beginnings import CommonBeginnings
 from fastserve_kernels.cpu.builder import BuildError, build
 from fastserve_kernels.cpu.operations import Operation, empty, multiple
 from fastserve_kernels.cpu.program import Run
@@ -20,7 +21,7 @@ from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.routes import Routes
 
 _OPERATIONS = {
-    "fs_paged_decode": "2q7P13q2d",
+    "fs_paged_decode": "2q9P13q2d",
     "fs_paged_prefill": "2q8P13q2d",
     "fs_linear": "q4P5q",
     "fs_int8_linear": "q5P5q",
@@ -178,15 +179,17 @@ class CompiledKernels:
     def paged_decode(
         self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
         context_lens: Tensor, rule: AttentionRule, out: Tensor,
+        beginnings: CommonBeginnings | None = None,
     ) -> None:  # fmt: skip
         """See `ops.paged_decode`."""
         _, layers, _, kv_heads, block_size, width = kv.shape
         tokens, heads, key_dim = query.shape
         stride_t, stride_h, _ = query.stride()
+        order, common = beginnings or (None, None)
         self._paged_decode(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), _address(rule.sinks),
+            context_lens.data_ptr(), _address(order), _address(common), _address(rule.sinks),
             tokens, heads, kv_heads, key_dim, out.size(2), width, block_size, layers, layer,
             stride_t, stride_h, out.stride(0),
             rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastserve_kernels.activations import Activation
 from fastserve_kernels.attention_rule import AttentionRule
+from fastserve_kernels.common_beginnings import CommonBeginnings
 from fastserve_kernels.int8_cache import (
     codes_and_scales,
     dequantize_tokens,
@@ -44,6 +45,7 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
 def paged_decode(
     query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
     context_lens: Tensor, rule: AttentionRule, out: Tensor,
+    beginnings: CommonBeginnings | None = None,
 ) -> None:  # fmt: skip
     """See `ops.paged_decode`."""
     jobs = zip(table_starts.tolist(), context_lens.tolist(), strict=True)

@@ -25,33 +25,43 @@ static inline vf add_neighbours(vf x, vf y) {
     return __builtin_shuffle(x, y, even) + __builtin_shuffle(x, y, odd);
 }
 
-// Lane i of the result is the sum over the lanes of vector i, if COUNT is W. make(x, first) makes four of
-// them, from `first` on, as late as possible, so that all vectors stay in registers.
-template <int COUNT = W, typename F>
-__attribute__((always_inline)) static inline vf transpose_sum(const F& make, int first = 0) {
+// Lane i of result q is the sum over the lanes of vector i of q, if COUNT is W. make(x, first) makes four of
+// each, from `first` on, as late as possible, so that all vectors stay in registers.
+template <int Q>
+struct Vectors {
+    vf of[Q];
+};
+template <int Q, int COUNT = W, typename F>
+__attribute__((always_inline)) static inline Vectors<Q> transpose_sums(const F& make, int first = 0) {
+    Vectors<Q> sums;
     if constexpr (COUNT > 4) {
-        const vf sums = transpose_sum<COUNT / 2>(make, first);
-        return add_neighbours<4>(sums, transpose_sum<COUNT / 2>(make, first + COUNT / 2));
+        const auto low = transpose_sums<Q, COUNT / 2>(make, first);
+        const auto high = transpose_sums<Q, COUNT / 2>(make, first + COUNT / 2);
+        for (int q = 0; q < Q; ++q) sums.of[q] = add_neighbours<4>(low.of[q], high.of[q]);
     } else {
-        vf x[4] = {};
+        vf x[Q][4] = {};
         make(x, first);
-        return add_neighbours<1>(add_neighbours<1>(x[0], x[1]), add_neighbours<1>(x[2], x[3]));
+        for (int q = 0; q < Q; ++q)
+            sums.of[q] = add_neighbours<1>(add_neighbours<1>(x[q][0], x[q][1]),
+                                           add_neighbours<1>(x[q][2], x[q][3]));
     }
+    return sums;
 }
 
 // A query's part of a score: PAIR elements, times those of a key.
 template <typename T>
 struct QueryPart {
     static constexpr int FLOATS = PAIR;  // that it takes
+    using Elements = Pair;
 
     static void keep(float* part, const T* source, int n) {
         store_pair(part, load_pair_n(source, n));
     }
     static inline Pair load(const float* part) { return load_pair(part); }
-    static inline void add_product(vf& sum, const Pair& q, const T* key, int n) {
-        const Pair k = load_pair_n(key, n);
-        sum += q.a * k.a;
-        sum += q.b * k.b;
+    static inline Pair read(const T* key, int n) { return load_pair_n(key, n); }
+    static inline void add_product(vf& sum, const Pair& q, const Pair& key) {
+        sum += q.a * key.a;
+        sum += q.b * key.b;
     }
 };
 
@@ -76,11 +86,12 @@ struct ValueRows {
 template <>
 struct QueryPart<bf16> {
     static constexpr int FLOATS = W;
+    using Elements = vu;
 
     static void keep(float* part, const bf16* source, int n) { *(vu_mem*)part = read(source, n); }
     static inline vu load(const float* part) { return *(const vu_mem*)part; }
-    static inline void add_product(vf& sum, vu q, const bf16* key, int n) {
-        sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)read(key, n));
+    static inline void add_product(vf& sum, vu q, vu key) {
+        sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)key);
     }
     static inline vu read(const bf16* p, int n) {
         if (n == PAIR) return *(const vu_mem*)p;

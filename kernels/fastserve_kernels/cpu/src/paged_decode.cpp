@@ -1,9 +1,10 @@
-// Attention of one query row a job over the paged cache: a group of queries walks over the positions
-// in chunks, an online softmax per query, reading every K and V row in place. A query's result depends
-// on its own context only, never on what else is in the batch.
+// Attention of one query row a job over the paged cache: queries walk over the positions in chunks, an
+// online softmax per query, reading every K and V row in place. Those of rows that begin with the same blocks
+// walk together. A query's result depends on its own context only, never on what else is in the batch.
 #include <algorithm>
 #include <vector>
 
+#include "decode_items.h"
 #include "decode_products.h"
 #include "kv_prefetch.h"
 #include "online_softmax.h"
@@ -19,7 +20,7 @@ namespace fastserve {
 constexpr int CHUNK = 64;
 // So far ahead memory is fetched.
 constexpr int64_t LINES_AHEAD = 384;
-// Query heads that one work item walks together; bounds its state to the second-level cache.
+// Query heads of all rows that one work item walks together; bounds its state to the second-level cache.
 constexpr int MAX_ITEM_HEADS = 32;
 
 struct CacheQuery : Query<CHUNK> {
@@ -83,38 +84,50 @@ struct Attend {
     const AttentionRule rule;
     const PagedCache<S> cache;
 
-    // Of a query with W keys.
-    __attribute__((always_inline)) inline vf dots(const float* q, HeadRows<T> rows) const {
-        return transpose_sum([&](vf* sums, int first) __attribute__((always_inline)) {
-            const auto add = [&](int c, int n) __attribute__((always_inline)) {
-                const auto part = Part::load(q + c * Part::FLOATS);
-                for (int i = 0; i < 4; ++i)
-                    Part::add_product(sums[i], part, rows.at[first + i] + rows.offset + c * PAIR, n);
-            };
-            for (int c = 0; c < of_key.full(); ++c) add(c, PAIR);
-            if (of_key.tail()) add(of_key.full(), of_key.tail());
-        });
+    // Of Q queries of one head. lines: to fetch for W keys.
+    template <int Q>
+    __attribute__((noinline)) void dots(CacheQuery* queries, HeadRows<T> keys, int count,
+                                        int64_t lines, KvPrefetch<S, CHUNK>& ahead) const {
+        for (int at = 0; at < count; at += W) {
+            ahead.fetch(lines);
+            const auto sums = transpose_sums<Q>([&](auto& x, int first) __attribute__((always_inline)) {
+                const auto add = [&](int c, int n) __attribute__((always_inline)) {
+                    typename Part::Elements part[Q];
+                    for (int q = 0; q < Q; ++q) part[q] = Part::load(queries[q].q + c * Part::FLOATS);
+                    for (int i = 0; i < 4; ++i) {
+                        const T* const row = keys.at[at + first + i] + keys.offset;
+                        const auto key = Part::read(row + c * PAIR, n);
+                        for (int q = 0; q < Q; ++q) Part::add_product(x[q][i], part[q], key);
+                    }
+                };
+                for (int c = 0; c < of_key.full(); ++c) add(c, PAIR);
+                if (of_key.tail()) add(of_key.full(), of_key.tail());
+            });
+            for (int q = 0; q < Q; ++q) *(vf_mem*)(queries[q].weights + at) = sums.of[q];
+        }
     }
 
-    // Of the queries of one head.
-    __attribute__((noinline)) void score(CacheQuery* queries, HeadRows<T> keys, int count,
-                                         KvPrefetch<S, CHUNK>& ahead) const {
-        const int64_t lines = (ahead.lines(W) + group - 1) / group;
-        for (int i = 0; i < count; i += W)
-            for (int g = 0; g < group; ++g) {
-                ahead.fetch(lines);
-                *(vf_mem*)(queries[g].weights + i) = dots(queries[g].q, {keys.at + i, keys.offset});
-            }
+    // Of so many queries of one head.
+    void score(CacheQuery* queries, int64_t num, HeadRows<T> keys, int count,
+               KvPrefetch<S, CHUNK>& ahead) const {
+        const int64_t lines = ahead.lines(W), parts = (num + QUERIES - 1) / QUERIES;
+        for (int64_t part = 0; part < parts; ++part) {
+            CacheQuery* const some = queries + part * QUERIES;
+            const int64_t own_lines = lines * (part + 1) / parts - lines * part / parts;
+            with_rows<QUERIES>(std::min<int64_t>(QUERIES, num - part * QUERIES), [&](auto constant) {
+                dots<decltype(constant)::value>(some, keys, count, own_lines, ahead);
+            });
+        }
     }
 
-    // Of the queries of one head.
-    void add_values(CacheQuery* queries, HeadRows<T> values, int count) const {
-        for (int g = 0; g < group; ++g) ValueRows<T>::pack(queries[g].weights, count);
+    // Of so many queries of one head.
+    void add_values(CacheQuery* queries, int64_t num, HeadRows<T> values, int count) const {
+        for (int64_t i = 0; i < num; ++i) ValueRows<T>::pack(queries[i].weights, count);
         const int full = of_value.full(), tail = of_value.tail();
-        for (int g = 0; g < group; g += QUERIES)
-            with_rows<QUERIES>(std::min(QUERIES, group - g), [&](auto constant) {
+        for (int64_t first = 0; first < num; first += QUERIES)
+            with_rows<QUERIES>(std::min<int64_t>(QUERIES, num - first), [&](auto constant) {
                 constexpr int Q = decltype(constant)::value, MOST = SUMS / (2 * Q) >= 4 ? 4 : 2;
-                CacheQuery* const some = queries + g;
+                CacheQuery* const some = queries + first;
                 int pair = 0;
                 for (; pair + MOST <= full; pair += MOST)
                     accumulate<T, Q, MOST>(some, pair, values, count);
@@ -127,34 +140,37 @@ struct Attend {
             });
     }
 
-    // The queries of some KV heads attend to all of a context that they see. Each step goes over all of
-    // them before the next one starts: their short dependency chains then overlap. `ahead` is asked for
-    // as much as is read.
-    void run(CacheQuery* queries, const Item& item, int64_t context, const int32_t* table,
+    // The queries of an item, head after head and in each row after row, attend to all that they see. Each
+    // step goes over all queries of a read before the next one starts: their short dependency chains then
+    // overlap. `ahead` is asked for as much as is read.
+    void run(CacheQuery* queries, const Item& item, const Contexts& contexts,
              RowReader<T, S, CHUNK>& reader, KvPrefetch<S, CHUNK>& ahead) const {
-        const auto for_heads = [&](const auto& f) {
-            for (int64_t h = 0; h < item.heads; ++h)
-                f(queries + h * group, (item.first_head + h) * cache.head_stride);
-        };
-        const int64_t count = item.heads * group;
         Places k, v;
-        for (int64_t first = rule.first_visible(context); first < context; first += CHUNK) {
-            const int located = (int)std::min<int64_t>(CHUNK, context - first);
-            cache.locate(table, first, located, k, v);
-            for (int i = located; i % W; ++i) {  // any rows, whose weights will be 0
-                k.at[i] = k.at[located - 1];
-                v.at[i] = v.at[located - 1];
+        for (Reads<CHUNK> reads(contexts, rule, item); reads.next();) {
+            const int count = reads.count();
+            cache.locate(reads.table(), reads.first(), count, k, v);
+            for (int i = count; i % W; ++i) {  // any rows, whose weights will be 0
+                k.at[i] = k.at[count - 1];
+                v.at[i] = v.at[count - 1];
             }
+            const int64_t num = reads.rows() * group;  // queries of a head
+            CacheQuery* const first = queries + (reads.place() - item.first_place) * group;
+            const auto for_heads = [&](const auto& f) {
+                for (int64_t h = 0; h < item.heads; ++h)
+                    f(first + h * item.rows * group, (item.first_head + h) * cache.head_stride);
+            };
             for_heads([&](CacheQuery* some, int64_t offset) {
-                score(some, reader.read(k, located, offset), located, ahead);
+                score(some, num, reader.read(k, count, offset), count, ahead);
             });
-            if (rule.in_tanh != 0.f)
-                for (int64_t i = 0; i < count; ++i) queries[i].cap(0, located, rule.in_tanh);
-            for (int64_t i = 0; i < count; ++i)
-                queries[i].template softmax<float>(FromStart(), located, rule.scale);
+            for_heads([&](CacheQuery* some, int64_t) {
+                if (rule.in_tanh != 0.f)
+                    for (int64_t i = 0; i < num; ++i) some[i].cap(0, count, rule.in_tanh);
+                for (int64_t i = 0; i < num; ++i)
+                    some[i].template softmax<float>(FromStart(), count, rule.scale);
+            });
             for_heads([&](CacheQuery* some, int64_t offset) {
-                ahead.fetch(ahead.lines(located));
-                add_values(some, reader.read(v, located, offset), located);
+                ahead.fetch(ahead.lines(count));
+                add_values(some, num, reader.read(v, count, offset), count);
             });
         }
     }
@@ -169,15 +185,6 @@ struct Attend {
             Part::keep(query.q + c * Part::FLOATS, source + c * PAIR, of_key.width(c));
     }
 };
-
-// As many heads in each as fit, but enough items to feed every thread.
-static Items items_of(int64_t tokens, int64_t kv_heads, int64_t group, int64_t threads) {
-    Items items{tokens, kv_heads,
-                std::min(kv_heads, std::max<int64_t>(1, MAX_ITEM_HEADS / group))};
-    while (items.heads_each > 1 && items.count() < 2 * threads)
-        items.heads_each = (items.heads_each + 1) / 2;
-    return items;
-}
 
 struct DecodeArgs {
     const void *query, *kv;
@@ -195,29 +202,38 @@ static void decode(const Team* team, const DecodeArgs& a) {
         {(int)a.key_dim}, {(int)a.value_dim}, (int)group, a.rule,
         PagedCache<S>(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.width)};
     in_team(team, a.tokens * a.kv_heads > 1, [&](const Team& own) {
-        const Items items = items_of(a.tokens, a.kv_heads, group, own.threads());
+        const std::vector<Item> items = Items<CHUNK>(a.contexts, a.rule, a.tokens, a.kv_heads)
+                                            .divide(MAX_ITEM_HEADS, group, own.threads());
+        const int64_t most_queries = std::max<int64_t>(MAX_ITEM_HEADS, group);
         const int64_t stride = attend.floats_of_query();
-        std::vector<float> memory(items.heads_each * group * stride);
-        std::vector<CacheQuery> queries(items.heads_each * group);
-        own.deal(items.count());
-        const auto [first_item, end_item] = own.part(items.count());
+        std::vector<float> memory(most_queries * stride);
+        std::vector<CacheQuery> queries(most_queries);
+        own.deal(items.size());
+        const auto [first_item, end_item] = own.part(items.size());
         RowReader<T, S, CHUNK> reader(std::max(a.key_dim, a.value_dim));
         KvPrefetch<S, CHUNK> ahead(attend.cache, a.rule, a.contexts, items, first_item, end_item);
         ahead.fetch(LINES_AHEAD);
         for (int64_t number; (number = own.take()) >= 0;) {
             const Item item = items[number];
-            const int64_t first_query = item.first_head * group, count = item.heads * group;
-            const T* query = (const T*)a.query + item.token * a.query_stride_t;
-            T* out = (T*)a.out + item.token * a.out_stride_t;
-            for (int64_t i = 0; i < count; ++i) {
-                const int64_t head = first_query + i;
-                attend.begin(queries[i], head, query + head * a.query_stride_h,
-                             memory.data() + i * stride);
-            }
-            attend.run(queries.data(), item, a.contexts.lengths[item.token],
-                       a.contexts.table(item.token), reader, ahead);
-            for (int64_t i = 0; i < count; ++i)
-                queries[i].finish(out + (first_query + i) * a.value_dim, attend.of_value.size());
+            // f(query, row, head) of each query.
+            const auto for_queries = [&](const auto& f) {
+                CacheQuery* query = queries.data();
+                for (int64_t h = item.first_head; h < item.first_head + item.heads; ++h)
+                    for (int64_t place = item.first_place; place < item.end_place(); ++place)
+                        for (int64_t g = 0; g < group; ++g)
+                            f(*query++, a.contexts.row(place), h * group + g);
+            };
+            float* next = memory.data();
+            for_queries([&](CacheQuery& query, int64_t row, int64_t head) {
+                const T* source = (const T*)a.query + row * a.query_stride_t;
+                attend.begin(query, head, source + head * a.query_stride_h, next);
+                next += stride;
+            });
+            attend.run(queries.data(), item, a.contexts, reader, ahead);
+            for_queries([&](const CacheQuery& query, int64_t row, int64_t head) {
+                T* out = (T*)a.out + row * a.out_stride_t;
+                query.finish(out + head * a.value_dim, attend.of_value.size());
+            });
         }
     });
 }
@@ -234,13 +250,13 @@ static void decode_any(const Team* team, const DecodeArgs& a) {
 static void paged_decode_any(const Team* team, int64_t dtype, int64_t kv_dtype, const void* query,
                              const void* kv, void* out, const int32_t* block_tables,
                              const int32_t* table_starts, const int32_t* context_lens,
-                             const float* sinks, int64_t tokens, int64_t heads, int64_t kv_heads,
+                             const int32_t* order, const int32_t* common, const float* sinks, int64_t tokens, int64_t heads, int64_t kv_heads,
                              int64_t key_dim, int64_t value_dim, int64_t width, int64_t block_size,
                              int64_t layers, int64_t layer, int64_t query_stride_t,
                              int64_t query_stride_h, int64_t out_stride_t, int64_t window,
                              double scale, double soft_cap) {
     const DecodeArgs args{
-        query, kv, out, {block_tables, table_starts, context_lens}, tokens, heads, kv_heads, key_dim,
+        query, kv, out, {block_tables, table_starts, context_lens, order, common}, tokens, heads, kv_heads, key_dim,
         value_dim, width, block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t,
         AttentionRule(scale, window, soft_cap, sinks)};
     with_type(dtype, [&](auto type) {

@@ -26,6 +26,7 @@ from fastserve_client.request import (
 )
 from fastserve_client.response import (
     Outputs,
+    is_large,
     read_description,
     read_detokenization,
     read_tokenization,
@@ -258,7 +259,10 @@ class AsyncTokenStream(AsyncIterator[Chunk]):
         assert self._call is not None
         while not self._closed.is_set():
             try:
-                return self._exchange.on_response(await anext(self._call))
+                outputs = await anext(self._call)
+                if is_large(outputs):
+                    return await asyncio.to_thread(self._exchange.on_response, outputs)
+                return self._exchange.on_response(outputs)
             except StopAsyncIteration:
                 if not self._closed.is_set():
                     self._closed.set()

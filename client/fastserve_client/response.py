@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastserve_client import protocol
@@ -20,6 +20,20 @@ from fastserve_client.results import (
 
 Outputs = Mapping[str, Sequence[Any]]
 """The elements of output tensors, by name."""
+_DECODER = json.JSONDecoder()
+# What is shorter is read in about a millisecond.
+_LARGE_CHARS = 1 << 16
+_JSON_OUTPUTS = (
+    protocol.LOGPROBS_OUTPUT,
+    protocol.PROMPT_LOGPROBS_OUTPUT,
+    protocol.PROMPT_TOKENS,
+)
+
+
+def is_large(outputs: Outputs) -> bool:
+    """Whether ``read_chunk`` takes so long that an event loop should not wait for it."""
+    lengths = (len(_first(outputs, name) or "") for name in _JSON_OUTPUTS)
+    return sum(lengths) > _LARGE_CHARS
 
 
 def read_chunk(model: str, outputs: Outputs) -> Chunk:
@@ -144,10 +158,33 @@ def _first(outputs: Outputs, name: str) -> Any:
     return output[0] if output else None
 
 
-def _json_list(outputs: Outputs, name: str) -> list[Any]:
-    """The list in an output of JSON; empty if the output is absent or empty."""
+def _json_list(outputs: Outputs, name: str) -> Iterator[Any]:
+    """The entries of the list in an output of JSON; none if the output is absent or empty.
+
+    They are read one by one, so that other threads run between them: the reader of a list holds the
+    interpreter's lock until its end, and a list about a long prompt may have megabytes.
+    """
     text = _first(outputs, name)
-    return json.loads(text) if text else []
+    if not text:
+        return
+    place = _after_space(text, 0)
+    if text[place : place + 1] != "[":
+        raise ValueError(f"output {name} is no list")
+    place = _after_space(text, place + 1)
+    while text[place : place + 1] != "]":
+        entry, place = _DECODER.raw_decode(text, place)
+        yield entry
+        place = _after_space(text, place)
+        if text[place : place + 1] == ",":
+            place = _after_space(text, place + 1)
+        elif text[place : place + 1] != "]":
+            raise ValueError(f"output {name} is cut off")
+
+
+def _after_space(text: str, place: int) -> int:
+    while text[place : place + 1].isspace():
+        place += 1
+    return place
 
 
 def _token_logprob(item: Mapping[str, Any]) -> TokenLogprob:

@@ -86,6 +86,9 @@ class Usage:
 class Answer(ABC):
     """Turns one request into jobs, and their results into the API's JSON."""
 
+    is_stored: ClassVar[bool] = False
+    """Whether ``whole`` may keep the answer for later requests."""
+
     @property
     @abstractmethod
     def streams(self) -> bool:

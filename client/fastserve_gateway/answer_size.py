@@ -44,6 +44,13 @@ def chunk_bytes(part: Chunk | Completion) -> int:
     return VALUE_BYTES * num_values or TOKEN_BYTES * len(part.token_ids)
 
 
+def completion_bytes(completion: Completion) -> int:
+    """What a whole answer takes, with what it says about the prompt."""
+    entries = completion.prompt_logprobs
+    num_values = sum(1 + len(entry.top) for entry in entries if entry is not None)
+    return chunk_bytes(completion) + VALUE_BYTES * (num_values + len(completion.prompt_tokens))
+
+
 async def counted(
     chunks: AsyncGenerator[tuple[int, Chunk], None], take: Take
 ) -> AsyncGenerator[tuple[int, Chunk], None]:

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from fastserve_gateway.answer_size import TOKEN_BYTES, VALUE_BYTES
+from fastserve_gateway.answer_writer import AnswerWriter
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.body_threads import BodyThreads, RunWork
 from fastserve_gateway.chat import ChatAnswer
@@ -103,9 +104,10 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with AsyncExitStack() as stack:
             models = {name: await serve_model(name, stack) for name in settings.models}
-            threads = BodyThreads()
+            threads, writer = BodyThreads(), AnswerWriter()
             stack.callback(threads.close)
-            app.state.responder = Responder(settings, models, threads)
+            stack.callback(writer.close)
+            app.state.responder = Responder(settings, models, threads, writer)
             yield {"connections": connections}
 
     def responder() -> Responder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,17 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastserve_client.errors import ClientError
-from fastserve_client.results import Chunk
+from fastserve_client.results import Chunk, Completion
 from starlette.responses import Response
 
 from fastserve_gateway.answer import Answer
-from fastserve_gateway.answer_size import AnswerLimit, chunk_bytes, counted
+from fastserve_gateway.answer_size import (
+    AnswerLimit,
+    chunk_bytes,
+    completion_bytes,
+    counted,
+)
+from fastserve_gateway.answer_writer import AnswerWriter
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.body import check_number_of_jobs, ignored_fields, read_body
 from fastserve_gateway.body_threads import BodyThreads, RunWork
@@ -44,6 +50,7 @@ class Responder:
     settings: GatewaySettings
     models: Mapping[str, ServedModel]
     threads: BodyThreads
+    writer: AnswerWriter
 
     async def respond(
         self,
@@ -82,8 +89,8 @@ class Responder:
             jobs = await while_connected(request.receive, bounded)
             if not answer.streams:
                 work = complete_all(model.fleet, jobs, lambda part: take(chunk_bytes(part)))
-                whole = answer.whole(await while_connected(request.receive, work))
-                return WholeResponse(whole, headers=headers)
+                completions = await while_connected(request.receive, work)
+                return await self._written(answer, completions, headers)
             # Only the first event decides the status.
             chunks = stream_all(model.fleet, jobs)
             events = _events(answer, counted(chunks, take) if answer.is_held else chunks)
@@ -96,6 +103,17 @@ class Responder:
             )
         except ClientError as error:
             raise from_client_error(error, names) from None
+
+    async def _written(
+        self, answer: Answer, completions: Sequence[Completion], headers: Mapping[str, str]
+    ) -> Response:
+        size = sum(map(completion_bytes, completions))
+        if answer.is_stored:
+            whole = answer.whole(completions)  # here, for the store belongs to the event loop
+            return await self.writer.run(size, lambda: WholeResponse(whole, headers=headers))
+        return await self.writer.run(
+            size, lambda: WholeResponse(answer.whole(completions), headers=headers)
+        )
 
     async def do_task(
         self,

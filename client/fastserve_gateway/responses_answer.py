@@ -36,6 +36,8 @@ class ResponsesAnswer(BlockAnswer):
         on_response: stores the response; ``None``: it is not to be stored.
     """
 
+    is_stored = True
+
     def __init__(
         self,
         request: ResponsesRequest,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from fastserve_gateway.body_parts import body_parts
+from fastserve_gateway.json_pieces import json_pieces
 
 
 class WholeResponse(JSONResponse):
@@ -16,11 +16,11 @@ class WholeResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         try:
-            return super().render(content)
+            return "".join(json_pieces(content)).encode()
         except UnicodeEncodeError:
             # Arguments of a call may have half of a pair of surrogates, as the model wrote it. Only
             # an escape can hold it.
-            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+            return "".join(json_pieces(content, ensure_ascii=True)).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {"type": "http.response.start", "status": self.status_code}

@@ -1,7 +1,9 @@
 """A tenant that sends what costs much: each request is nearly or wholly valid, and dear.
 
-It runs as a program, ``attacker.py URL KEY [KIND …]``, until its standard input ends, and then
-prints ``Counts`` as JSON. So its own work does not delay the clients that it is measured with.
+It runs as a program, ``attacker.py URL KEY SEED [KIND …]``, until its standard input ends. It
+prints a line when it begins, and ``Counts`` as JSON at the end. It stands for a machine of its own.
+So its own work must not delay the others: it has a low priority, and a session of its own, because
+Linux divides the processor by session (sched(7), *The autogroup feature*).
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
@@ -29,6 +33,7 @@ HELD_S = 5.0
 ATTACKS_AT_ONCE = 6
 NICENESS = 10
 """The attacker's own work counts a tenth of the server's and of the honest clients'."""
+BEGUN = "begun\n"
 END_TIMEOUT_S = 120.0
 """In which its last requests end."""
 BODY_BYTES = 1 << 19
@@ -64,25 +69,36 @@ class Counts:
     """Requests by kind."""
     statuses: Counter[str] = field(default_factory=Counter)
     """Their answers, or the errors in their place."""
+    busy_s: float = 0.0
+    """The attacker's own processor time."""
+
+    def add(self, other: Counts) -> None:
+        self.sent += other.sent
+        self.statuses += other.statuses
+        self.busy_s += other.busy_s
 
 
 @contextmanager
-def attacking(url: str, key: str, kinds: Sequence[str] = ()) -> Iterator[Counts]:
+def attacking(url: str, key: str, kinds: Sequence[str] = (), *, seed: int = 0) -> Iterator[Counts]:
     """Attacks while the block runs, from a process of low priority. The counts are there at the
     end.
 
     Args:
         kinds: the attacks, which are names of ``KINDS``; empty: all in random order.
+        seed: of the order.
     """
-    command = [sys.executable, __file__, url, key, *kinds]
+    command = [sys.executable, __file__, url, key, str(seed), *kinds]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     counts = Counts()
-    with subprocess.Popen(command, text=True, **pipes) as process:
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
         try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == BEGUN
             yield counts
             printed, _ = process.communicate(timeout=END_TIMEOUT_S)
             assert process.returncode == 0
-            counts.sent, counts.statuses = map(Counter, json.loads(printed))
+            sent, statuses, busy_s = json.loads(printed)
+            counts.add(Counts(Counter(sent), Counter(statuses), busy_s))
         finally:
             process.kill()
 
@@ -93,16 +109,17 @@ class Attacker:
         url: of the gateway.
         key: of this tenant.
         kinds: names of ``KINDS``; empty: all.
+        seed: of their order.
     """
 
-    def __init__(self, url: str, key: str, kinds: Sequence[str]) -> None:
+    def __init__(self, url: str, key: str, kinds: Sequence[str], seed: int) -> None:
         self.counts = Counts()
         parts = urlsplit(url)
         self._host, self._port = parts.hostname, parts.port
         self._headers = {"Authorization": f"Bearer {key}"}
         self._url = url
         self._numbers = itertools.count()
-        self._rng = random.Random(7)
+        self._rng = random.Random(seed)
         self._kinds: dict[str, Attack] = {
             name: getattr(self, f"_{name}") for name in kinds or KINDS
         }
@@ -238,9 +255,12 @@ class Attacker:
 
 
 async def main() -> None:
-    _, url, key, *kinds = sys.argv
+    _, url, key, seed, *kinds = sys.argv
     os.nice(NICENESS)
-    attacker, over = Attacker(url, key, kinds), asyncio.Event()
+    with suppress(OSError):  # a kernel without it has no sessions to divide by
+        Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
+    attacker, over = Attacker(url, key, kinds, int(seed)), asyncio.Event()
+    print(BEGUN, end="", flush=True)
 
     async def await_end() -> None:
         await asyncio.to_thread(sys.stdin.read)
@@ -249,7 +269,7 @@ async def main() -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(await_end())
         group.create_task(attacker.run(over))
-    print(json.dumps([attacker.counts.sent, attacker.counts.statuses]))
+    print(json.dumps([attacker.counts.sent, attacker.counts.statuses, time.process_time()]))
 
 
 if __name__ == "__main__":

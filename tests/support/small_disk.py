@@ -13,11 +13,11 @@ SIZE_BYTES = 1 << 20
 
 
 @contextmanager
-def small_disk(directory: Path) -> Iterator[Path]:
-    """Mounts a file system of ``SIZE_BYTES`` at ``directory``, which is made. Skips the test where
+def small_disk(directory: Path, num_bytes: int = SIZE_BYTES) -> Iterator[Path]:
+    """Mounts a file system of so many bytes at ``directory``, which is made. Skips the test where
     that is not allowed."""
     directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(directory)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True)
     except FileNotFoundError:

@@ -28,7 +28,7 @@ from fastserve_backend.checkpoints.gguf_vocabulary import (
     Fields,
     GGUFVocabulary,
 )
-from fastserve_backend.checkpoints.hf_tokenizer import around_prompt
+from fastserve_backend.checkpoints.token_ids import around_prompt
 
 # Spaces after Phi-3's special tokens belong to them, except after these. No field says so.
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")

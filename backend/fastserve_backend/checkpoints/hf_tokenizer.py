@@ -26,7 +26,11 @@ from fastserve_backend.checkpoints.end_tokens import tokenizer_ends
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.limits import check_file
 from fastserve_backend.checkpoints.tekken import TEKKEN_FILE, TEKKEN_NAMES, tekken_as_json
-from fastserve_backend.checkpoints.token_ids import build_tokenizer, parse_with_duplicates
+from fastserve_backend.checkpoints.token_ids import (
+    around_prompt,
+    build_tokenizer,
+    parse_with_duplicates,
+)
 from fastserve_backend.checkpoints.token_text import bytes_of_added, spelling_of
 from fastserve_backend.checkpoints.tokenizer import (
     NO_CHAT_TEMPLATE,
@@ -70,8 +74,8 @@ _END_KEYS = ("eos_token", "eot_token", "eom_token")
 
 def has_tokenizer_files(directory: Path) -> bool:
     """Whether `directory` holds a tokenizer that HFTokenizer can read."""
-    has = {name: (directory / name).is_file() for name in _FILES}
-    return has["tokenizer.json"] or has[TEKKEN_FILE] or (has["vocab.json"] and has["merges.txt"])
+    kinds = ("tokenizer.json",), (TEKKEN_FILE,), ("vocab.json", "merges.txt")
+    return any(all((directory / name).is_file() for name in names) for names in kinds)
 
 
 class HFTokenizer(Tokenizer):
@@ -336,17 +340,6 @@ def _tokens_around(fast: FastTokenizer, settings: dict[str, Any]) -> processors.
                 f"vocabulary has no {token!r}; name the token as {key}"
             )
     return around_prompt(fast, begin, end)
-
-
-def around_prompt(
-    fast: FastTokenizer, begin: str | None, end: str | None
-) -> processors.PostProcessor:
-    """Puts these tokens before and after a prompt; None: no token."""
-    around = dict.fromkeys(token for token in (begin, end) if token is not None)
-    return processors.TemplateProcessing(
-        single=[token for token in (begin, "$A", end) if token is not None],
-        special_tokens=[(token, fast.token_to_id(token)) for token in around],
-    )
 
 
 def _settings(directory: Path) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from fastserve_backend.checkpoints.limits import TOKEN_CHARS, VOCABULARY_CHARS, check
+from fastserve_backend.checkpoints.token_ids import around_prompt
 from fastserve_backend.checkpoints.token_text import byte_level
 
 TEKKEN_FILE = "tekken.json"
@@ -46,10 +47,7 @@ def tekken_as_json(path: Path) -> str:
     fast.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
-    begin = TEKKEN_NAMES["bos_token"]
-    fast.post_processor = processors.TemplateProcessing(
-        single=[begin, "$A"], special_tokens=[(begin, fast.token_to_id(begin))]
-    )
+    fast.post_processor = around_prompt(fast, TEKKEN_NAMES["bos_token"], None)
     text: str = fast.to_str()
     return text
 

@@ -2,7 +2,7 @@
 
 `tokenizers` numbers added tokens itself, starting at the vocabulary's size, whatever the file says.
 If the vocabulary has gaps, such an id is wrong and perhaps in use. If a token has two ids,
-`tokenizers` forgets one.
+`tokenizers` forgets one. Also says which tokens come around a prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 Vocabulary = dict[str, int]
@@ -60,3 +60,14 @@ def build_tokenizer(
         return fast
     # An added token that the vocabulary has keeps its id.
     return make(vocabulary | placed)
+
+
+def around_prompt(
+    fast: FastTokenizer, begin: str | None, end: str | None
+) -> processors.PostProcessor:
+    """Puts these tokens before and after a prompt; None: no token."""
+    around = dict.fromkeys(token for token in (begin, end) if token is not None)
+    return processors.TemplateProcessing(
+        single=[token for token in (begin, "$A", end) if token is not None],
+        special_tokens=[(token, fast.token_to_id(token)) for token in around],
+    )

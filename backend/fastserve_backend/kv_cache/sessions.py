@@ -363,11 +363,7 @@ class HeldSessions:
         if self._disk.missing_slots(number, keys):  # being read
             self._disk.cannot_write(number)
             return
-        transfer = self._disk.write(number, keys, now)
-        if transfer.slots:
-            transfers.append(transfer)
-        else:
-            self._on_both_sides(transfer)
+        self._begin(self._disk.write(number, keys, now), transfers)
 
     def on_disk_transfer_finished(
         self, transfer: DiskTransfer, *, succeeded: bool, seconds: float
@@ -387,6 +383,13 @@ class HeldSessions:
             self._on_both_sides(transfer)
         elif self._disk.finish(transfer, succeeded=False) and not transfer.is_write:
             self._give_up(self._on_disk[transfer.job_number])
+
+    def _begin(self, transfer: DiskTransfer, transfers: list[DiskTransfer]) -> None:
+        """Add the transfer to those that the ranks get, unless there is nothing to copy."""
+        if transfer.slots:
+            transfers.append(transfer)
+        else:
+            self._on_both_sides(transfer)
 
     def _on_both_sides(self, transfer: DiskTransfer) -> None:
         """Host and disk have what the transfer was for."""
@@ -424,9 +427,5 @@ class HeldSessions:
         turn.since_s = now
         self._turns.move_to_end(turn.key)
         self._with_slots.pop(number)
-        transfer = self._disk.read(number, keys, now)
-        if transfer.slots:
-            self._reads.append(transfer)
-        else:
-            self._on_both_sides(transfer)
+        self._begin(self._disk.read(number, keys, now), self._reads)
         return True

@@ -19,7 +19,7 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_windows,
 )
 from fastserve_backend.checkpoints.families.published import published
-from fastserve_backend.checkpoints.families.rotation import whole_rotary
+from fastserve_backend.checkpoints.families.rotation import whole_rotary, with_default_rope
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
 
@@ -90,8 +90,7 @@ def read_arcee(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
 
 def read_cwm(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
     """LLaMA with windows in three of four layers."""
-    if "rope_scaling" not in raw:
-        raw = raw.with_default("rope_parameters", _CWM_ROPE)
+    raw = with_default_rope(raw, _CWM_ROPE)
     sizes = Sizes.read(
         raw, layers=64, hidden=6144, heads=48, kv_heads=8, head_dim=128, ffn=21504, vocab=128256,
         positions=131072,

@@ -14,7 +14,7 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_windows,
 )
 from fastserve_backend.checkpoints.families.published import published
-from fastserve_backend.checkpoints.families.rotation import whole_rotary
+from fastserve_backend.checkpoints.families.rotation import whole_rotary, with_default_rope
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
 
@@ -71,8 +71,7 @@ def read_ministral3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderCon
         raw, layers=34, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=131072,
         positions=262144,
     )  # fmt: skip
-    if "rope_scaling" not in raw:
-        raw = raw.with_default("rope_parameters", _MINISTRAL3_ROPE)
+    raw = with_default_rope(raw, _MINISTRAL3_ROPE)
     return DecoderConfig.read(
         raw,
         common,

@@ -15,7 +15,7 @@ from fastserve_backend.checkpoints.decoder_config import (
 )
 from fastserve_backend.checkpoints.experts_config import ClampedGate, ExpertsConfig, read_choices
 from fastserve_backend.checkpoints.families.qwen import asked_window
-from fastserve_backend.checkpoints.families.rotation import whole_rotary
+from fastserve_backend.checkpoints.families.rotation import whole_rotary, with_default_rope
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
 
@@ -179,8 +179,7 @@ def read_gpt_oss(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
         raw, layers=36, hidden=2880, heads=64, kv_heads=8, head_dim=64, ffn=2880, vocab=201088,
         positions=131072,
     )  # fmt: skip
-    if "rope_scaling" not in raw:
-        raw = raw.with_default("rope_parameters", _GPT_OSS_ROPE)
+    raw = with_default_rope(raw, _GPT_OSS_ROPE)
     raw.choice("hidden_act", "silu", ("silu",))
     has_bias = raw.boolean("attention_bias", True)
     default = [FULL if layer % 2 else SLIDING for layer in range(sizes.layers)]

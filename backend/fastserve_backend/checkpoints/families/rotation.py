@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastserve_backend.checkpoints.decoder_config import Sizes
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.rotary_config import Rotary, read_rotary
+
+
+def with_default_rope(raw: HFConfig, rope: Mapping[str, object]) -> HFConfig:
+    """The same fields, and this rotation if they describe none."""
+    return raw if "rope_scaling" in raw else raw.with_default("rope_parameters", rope)
 
 
 def whole_rotary(raw: HFConfig, sizes: Sizes, *, theta: float = 1e4) -> Rotary:

@@ -4,7 +4,8 @@
 
 The real engine with its ranks on this machine's CPU. A tenant sends one request after the other, as
 a person does. Meanwhile another tenant always has 100 unfinished requests. Each case has an
-engine of its own. The table shows the 95th percentile over the requests of the first tenant.
+engine of its own. The table shows the 95th percentile over the requests of the first tenant, and
+the tokens that the other one gets meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import queue
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,39 +31,48 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Latencies:
-    """The 95th percentiles of one case, in seconds."""
+    """The 95th percentiles of one case, in seconds, and the flood's tokens per second."""
 
     first_token_s: float
     whole_s: float
+    flood_tokens_s: float
 
 
 def measure(arguments: argparse.Namespace, *, flood: bool, fair_shares: bool) -> Latencies:
     options = {"load_format": "dummy", "max_num_seqs": arguments.max_num_seqs, "device": "cpu"}
     with LLM(arguments.model, fair_shares=fair_shares, policy=arguments.policy, **options) as llm:
-        if flood:
-            start_flood(llm)
+        other = Flood(llm, FLOOD_REQUESTS if flood else 0)
         for _ in range(WARM_UP_REQUESTS):
             one_request(llm)
+        began_s, before = time.monotonic(), other.num_tokens
         stats = [one_request(llm) for _ in range(arguments.requests)]
+        flood_tokens_s = (other.num_tokens - before) / (time.monotonic() - began_s)
     return Latencies(
-        p95(stats, lambda one: one.first_token_s), p95(stats, lambda one: one.last_token_s)
+        p95(stats, lambda one: one.first_token_s),
+        p95(stats, lambda one: one.last_token_s),
+        flood_tokens_s,
     )
 
 
-def start_flood(llm: LLM) -> None:
-    """The other tenant has ``FLOOD_REQUESTS`` unfinished requests from now on."""
+class Flood:
+    """A tenant that always has so many unfinished requests."""
 
-    def on_output(output: JobOutput) -> None:
-        if output.finish_reason is FinishReason.LENGTH:  # not when the engine is closed
-            submit()
+    def __init__(self, llm: LLM, num_requests: int) -> None:
+        self.num_tokens = 0
+        """That it has had."""
+        self._llm = llm
+        for _ in range(num_requests):
+            self._submit()
 
-    def submit() -> None:
+    def _submit(self) -> None:
         params = SamplingParams(max_tokens=FLOOD_OUTPUT_TOKENS, ignore_eos=True)
         prompt = [5] * FLOOD_PROMPT_TOKENS
-        llm.engine.submit("flood", prompt, params, on_output, service=FLOOD)
+        self._llm.engine.submit("flood", prompt, params, self._on_output, service=FLOOD)
 
-    for _ in range(FLOOD_REQUESTS):
-        submit()
+    def _on_output(self, output: JobOutput) -> None:
+        self.num_tokens += len(output.token_ids)
+        if output.finish_reason is FinishReason.LENGTH:  # not when the engine is closed
+            self._submit()
 
 
 def one_request(llm: LLM) -> JobStats:
@@ -95,7 +106,8 @@ def main() -> None:
     arguments = parser.parse_args()
     alone = measure(arguments, flood=False, fair_shares=True)
     table = Table(title="P95 over the requests of one tenant")
-    for heading in ("case", "first token, ms", "times alone", "whole answer, ms", "times alone"):
+    headings = ("case", "first token, ms", "times alone", "whole answer, ms", "times alone")
+    for heading in (*headings, "the flood's tokens/s"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     cases = {"alone": alone, "beside a flood": measure(arguments, flood=True, fair_shares=True)}
     if arguments.unfair:
@@ -108,6 +120,7 @@ def main() -> None:
             f"{found.first_token_s / alone.first_token_s:.2f}",
             f"{found.whole_s * 1e3:.0f}",
             f"{found.whole_s / alone.whole_s:.2f}",
+            f"{found.flood_tokens_s:.0f}",
         )
     Console().print(table)
 

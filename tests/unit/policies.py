@@ -167,7 +167,8 @@ def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:
 
 def select(policy: Policy, now: float, in_flight: Collection[int] = ()) -> list[Scheduled]:
     """The next batch, whatever memory it takes."""
-    return fill_batch(policy.walk(now, in_flight), policy.limits, in_flight, UNLIMITED)
+    jobs = policy.walk(now, in_flight)
+    return fill_batch(jobs, policy.limits_for(now, 0, 0), in_flight, UNLIMITED)
 
 
 def iterate(policy: Policy, now: float, elapsed_s: float = 1.0) -> list[Job]:

@@ -22,16 +22,21 @@ from hypothesis import strategies as st
 from jobs import make_job, run_iteration
 from loop_driver import Rig
 from matrices import random_examples
-from policies import POLICIES, TIMES, make_policy, select
+from policies import POLICIES, TIMES, LinearTimes, make_policy, select
 
 MAX_MODEL_LEN = 64
 SEEDS = st.integers(0, 2**32)
 
 
-def fair(name: str, limits: BatchLimits, weights: Mapping[str, float] | None = None) -> FairShares:
+def fair(
+    name: str,
+    limits: BatchLimits,
+    weights: Mapping[str, float] | None = None,
+    times: LinearTimes = TIMES,
+) -> FairShares:
     return FairShares(
-        lambda: make_policy(name, limits, starvation_s=200.0),
-        TIMES,
+        lambda: make_policy(name, limits, starvation_s=200.0, times=times),
+        times,
         weights or {},
         MAX_MODEL_LEN,
     )
@@ -89,6 +94,27 @@ def test_no_seat_stays_empty() -> None:
     policy.add(job_of("small", 20), 0.0)
     for _ in range(50):
         assert iterate(policy) == {"flood": 7, "small": 1}
+
+
+class SlowBatches(LinearTimes):
+    """A batch takes as long as all its decodes one after the other."""
+
+    def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
+        return float(num_jobs)
+
+
+def test_a_flood_slows_a_single_job_down_by_no_more_than_its_share() -> None:
+    policy = fair("fcfs", BatchLimits(8, 1000), times=SlowBatches())
+    for number in range(20):
+        policy.add(job_of("flood", number), 0.0)
+    assert iterate(policy) == {"flood": 8}
+    policy.add(job_of("small", 20), 0.0)
+    for _ in range(50):
+        assert iterate(policy) == {"flood": 1, "small": 1}
+    policy.add(job_of("small", 21), 0.0)
+    policy.add(job_of("other", 22), 0.0)
+    for _ in range(20):
+        assert iterate(policy) == {"flood": 1, "small": 1, "other": 1}
 
 
 def test_a_tenant_saves_nothing_up_while_it_has_no_jobs() -> None:

@@ -29,6 +29,7 @@ from fastserve_backend.scheduler.tenant_order import (
     TenantOrder,
     WalkOfTenants,
 )
+from fastserve_backend.scheduler.tenant_speed import TenantSpeed
 from fastserve_backend.scheduler.token_costs import TokenCosts
 from fastserve_backend.scheduler.walk import Walk
 
@@ -49,7 +50,7 @@ class FairShares:
     weight. The order of a tenant's jobs, and their turns, are those of its policy.
 
     Jobs are charged when their batch is sent. So it makes no difference how many batches are in
-    flight. No seat stays empty while a job of any tenant could run.
+    flight. Seats stay empty while a job could run only where ``TenantSpeed`` bounds the batch.
 
     **Bound**: two tenants of weights v and w have jobs for all S seats, and memory for them. Then
     their counters differ by at most ``1 + S / min(v, w)`` rounds and one batch of either. For the
@@ -77,6 +78,7 @@ class FairShares:
         self._make_policy = make_policy
         self._times = times
         self._weights = weights
+        self._largest_weight = max([1.0, *weights.values()])
         self._max_model_len = max_model_len
         self._default = make_policy()
         self._default_is_free = True  # the next tenant to have jobs gets the default policy
@@ -146,14 +148,16 @@ class FairShares:
         )
 
     def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
-        """Those of the tenant that comes first. Seats that it leaves empty are for the others."""
+        """Those of the tenant that comes first. Seats that it leaves empty are for the others, as
+        far as each keeps its share of its speed."""
         if not self._tenants:
             return self._default.limits_for(now, num_prompts, num_decodes)
         _, rank = self._order.all[0]
         limits = self._of_rank[rank].policy.limits_for(now, num_prompts, num_decodes)
-        if len(self._tenants) == 1 or limits.max_seqs == self.limits.max_seqs:
+        if len(self._tenants) == 1:
             return limits
-        return replace(limits, max_seqs=self.limits.max_seqs)
+        most = self._most_seats()
+        return limits if limits.max_seqs == most else replace(limits, max_seqs=most)
 
     def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
         if self._alone() is not None:
@@ -252,10 +256,21 @@ class FairShares:
             return None
         return next(iter(self._tenants.values()))
 
+    def _most_seats(self) -> int:
+        """Of a batch with jobs of several tenants."""
+        total = self._order.total_weight
+        if not self._speed.needs_bound(self._largest_weight / total):
+            return self.limits.max_seqs
+        tenants = self._tenants.values()
+        return self._speed.most_seats((sum(one.num_at), one.weight / total) for one in tenants)
+
     def _derive_costs(self) -> None:
         self._costs = TokenCosts.of(self.limits, self._times, self._max_model_len)
         context = min(_ROUND_CONTEXT, self._max_model_len)
         self._round_s = self._costs.output_s(_ROUND_TOKENS, context)
+        self._speed = TenantSpeed(
+            self.limits.max_seqs, lambda number: self._times.decodes_s(number, context)
+        )
 
     def _join(self, name: str) -> Tenant:
         """A tenant gets its first job."""

@@ -11,6 +11,7 @@ import torch
 from fastserve_backend.system.atomic_file import write_atomically
 from fastserve_backend.worker.disk_store import DiskStore, open_disk
 from fastserve_backend.worker.host_store import PlainStore
+from fastserve_kernels.cpu import builder
 from small_disk import SIZE_BYTES, fill, small_disk
 
 OLD = b"old" * 1000
@@ -57,3 +58,14 @@ def test_sessions_for_which_there_is_no_room(disk: Path) -> None:
     assert opened.error.startswith("kv_cache.disk_swap_gib: got 0.1; ")
     assert "(No space left on device); lower it, or name another directory as" in opened.error
     assert not list(disk.iterdir())
+
+
+def test_kernels_for_which_there_is_no_room_are_not_even_compiled(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+    monkeypatch.setenv("CXX", "false")  # a compiler that fails
+    with pytest.raises(builder.BuildError, match=r"is unusable: .*No space left") as failure:
+        builder.build()
+    assert "set XDG_CACHE_HOME" in str(failure.value)
+    assert not list(builder.cache_dir().iterdir())

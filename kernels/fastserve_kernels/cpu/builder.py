@@ -38,6 +38,8 @@ _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 COMPILE_TIMEOUT_S = 300
 """A build takes about 20 s on an idle core. This limit allows for a badly overloaded machine."""
 _WORK_PREFIX = "build-"
+_BUILD_BYTES = 16 << 20
+"""More than the files of a build take."""
 
 
 class BuildError(RuntimeError):
@@ -169,6 +171,9 @@ def _make(target: Path, compiler: str, flags: tuple[str, ...], openmp: Path | No
     """Raises BuildError, or OSError if the folder cannot hold the files."""
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=_WORK_PREFIX) as work:
+        # On a full disk, the compiler would work for a minute before it notices.
+        with tempfile.TemporaryFile(dir=work) as room:
+            os.posix_fallocate(room.fileno(), 0, _BUILD_BYTES)
         objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
         compile_only = [compiler, *flags, "-c", "-o"]
         commands = [

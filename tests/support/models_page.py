@@ -18,6 +18,7 @@ from fastserve_backend.checkpoints.model_config import CommonFields, ModelConfig
 from opt_checkpoints import VARIANTS as OPT
 from rotary_checkpoints import VARIANTS as ROTARY
 from transformers import PreTrainedConfig
+from vision_checkpoints import WITH_IMAGES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _TABLE = re.compile(r"(<!-- table: families -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -40,6 +41,10 @@ def with_table(page: str) -> str:
     variants: dict[str, list[PreTrainedConfig]] = defaultdict(list)
     for variant in (*DECODERS.values(), *ROTARY.values()):
         variants[variant.model_type].append(variant)
+    for whole in WITH_IMAGES.values():
+        text = whole.get_text_config()
+        if text.model_type not in variants:
+            variants[text.model_type].append(text)
     rows = []
     for name, architecture in ARCHITECTURES.items():
         configs = [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastserve_backend.checkpoints.families import (
     cohere,
@@ -97,12 +97,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "Qwen 2, 2.5; DeepSeek-R1-Distill-Qwen", qwen.read_qwen2, builtin=qwen.QWEN2
         ),
         "qwen2_moe": Architecture("Qwen 1.5 MoE, Qwen 2 57B-A14B", mixtures.read_qwen2_moe),
+        "qwen2_vl_text": Architecture("Qwen 2 VL, its text model", qwen.read_qwen2_vl),
+        "qwen2_5_vl_text": Architecture("Qwen 2.5 VL, its text model", qwen.read_qwen2_vl),
         "qwen3": Architecture("Qwen 3", qwen.read_qwen3, builtin=qwen.QWEN3),
         "qwen3_moe": Architecture(
             "Qwen 3 30B-A3B, 235B-A22B; Qwen3-Coder",
             mixtures.read_qwen3_moe,
             builtin=mixtures.QWEN3_MOE,
         ),
+        "qwen3_vl_text": Architecture("Qwen 3 VL, its text model", qwen.read_qwen3_vl),
         "seed_oss": Architecture("Seed-OSS", llama.read_seed_oss),
         "smollm3": Architecture("SmolLM3", smollm.read_smollm3),
         "stablelm": Architecture("StableLM 2 1.6B, Zephyr 3B", layer_norm.read_stablelm),
@@ -111,6 +114,30 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 
-TEXT_OF: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text", "mistral3": "mistral"})
-"""Models that also read images -> the type of their text model, if ``text_config`` names none. The
-text model alone is served."""
+
+class TextOf(NamedTuple):
+    """The text model of a model that also reads images, if its config.json does not say more."""
+
+    model_type: str
+    is_tied: bool
+    """Whether its head is its embedding."""
+    is_flat: bool = False
+    """Whether its fields are those of the whole model, if there is no ``text_config``."""
+
+
+TEXT_OF: Mapping[str, TextOf] = MappingProxyType(
+    {
+        "gemma3": TextOf("gemma3_text", True),
+        "idefics3": TextOf("llama", False),
+        "internvl": TextOf("qwen2", True),
+        "llava": TextOf("llama", False),
+        "llava_next": TextOf("llama", False),
+        "llava_onevision": TextOf("qwen2", False),
+        "mistral3": TextOf("mistral", True),
+        "qwen2_5_vl": TextOf("qwen2_5_vl_text", False, is_flat=True),
+        "qwen2_vl": TextOf("qwen2_vl_text", False, is_flat=True),
+        "qwen3_vl": TextOf("qwen3_vl_text", False),
+        "smolvlm": TextOf("llama", False),
+    }
+)
+"""Models that also read images. Their text models alone are served."""

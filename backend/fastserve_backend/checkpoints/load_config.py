@@ -35,8 +35,9 @@ from fastserve_backend.checkpoints.weight_index import read_weight_index
 _log = logging.getLogger(__name__)
 
 _EOS = "eos_token_id"
-# Fields of a model that also reads images which tell about its text model.
-_OF_TEXT = (_EOS, "dtype", "torch_dtype", "quantization_config", "compression_config")
+_TIED = "tie_word_embeddings"
+# Fields of a model that also reads images, which count for its text model.
+_OF_TEXT = (_EOS, _TIED, "dtype", "torch_dtype", "quantization_config", "compression_config")
 
 GENERATION_FILE = "generation_config.json"
 
@@ -185,14 +186,18 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
 
 def _text_model(raw: dict[str, Any], model: str) -> dict[str, Any]:
     """The fields of the text model, if the model also reads images."""
-    text_type = TEXT_OF.get(str(raw.get("model_type")))
+    defaults = TEXT_OF.get(str(raw.get("model_type")))
+    if defaults is None:
+        return raw
     text = raw.get("text_config")
-    if text_type is None or not isinstance(text, dict):
+    if text is None and defaults.is_flat:
+        text = {name: value for name, value in raw.items() if name != "model_type"}
+    if not isinstance(text, dict):
         return raw
     _log.warning("model %r also reads images: only its text model is served", model)
     whole = {name: raw[name] for name in _OF_TEXT if name in raw}
-    ties = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
-    return {"model_type": text_type, **ties, **text, **whole}
+    own = {"model_type": defaults.model_type, _TIED: defaults.is_tied}
+    return {**own, **text, **whole}
 
 
 def _add_end_tokens(raw: dict[str, Any], directory: Path, model: str) -> None:

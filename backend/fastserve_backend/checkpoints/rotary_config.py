@@ -17,7 +17,9 @@ from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.limits import check, most_of_field
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_OLD_NAMES = {"su": "longrope"}  # the type's name until 2024
+# The first is the type's name until 2024. The second rotates by three positions of an image's part,
+# which are equal for text.
+_OTHER_NAMES = {"su": "longrope", "mrope": "default"}
 _OBJECTS = ("rope_parameters", "rope_scaling")  # the name since transformers 5, and the one before
 
 
@@ -120,8 +122,8 @@ def _read_rope(
     raw: HFConfig, rope: HFConfig, head_dim: int, positions: int, *, theta: float, share: float
 ) -> Rotary:
     kind_key = "rope_type" if "rope_type" in rope else "type"  # its name until 2024
-    kind = rope.choice(kind_key, "default", (*_TYPES, *_OLD_NAMES))
-    kind = _OLD_NAMES.get(kind, kind)
+    kind = rope.choice(kind_key, "default", (*_TYPES, *_OTHER_NAMES))
+    kind = _OTHER_NAMES.get(kind, kind)
     dim = int(head_dim * share)
     if theta <= 1:
         raise ModelError(f"{raw.source}: rope_theta is {theta:g}, expected a number above 1")

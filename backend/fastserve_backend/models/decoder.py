@@ -185,7 +185,7 @@ class DecoderModel(RotaryLM):
         tokens = VocabEmbedding(vocab, hidden, part=part)
         tied_to = ("embed_tokens.weight", tokens) if config.tie_word_embeddings else None
         super().__init__(
-            prefixes=("model.", "language_model.", "model."),
+            prefixes=("model.", "language_model.", "text_model.", "model."),
             part=part,
             tokens=("embed_tokens", tokens),
             embedding_factor=config.embedding_factor,

@@ -1,8 +1,8 @@
 """The model's process is killed repeatedly under load: clients get errors, the server is soon back,
 and nothing is left behind.
 
-`make endurance` kills it ten times, `make test-all` once. `make test` kills it under one stream, see
-test_life_cycle.py.
+`make endurance` kills it ten times, `make test-all` once. `make test` kills it under one stream,
+see test_life_cycle.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A server is killed in the middle of many streams, with another one beside it and alone: each
 stream goes on, and has the same tokens as without the kill.
 
-`make endurance` has 64 streams, `make test-all` eight. `make test` moves fewer answers of more kinds,
-see test_moved_answers.py.
+`make endurance` has 64 streams, `make test-all` eight. `make test` moves answers of more kinds, see
+test_moved_answers.py.
 """
 
 from __future__ import annotations

@@ -447,7 +447,8 @@ def test_chat_and_its_tools(page: Page, chat_gateway: RunningGateway) -> None:
     assert page.text("chat-note") == ""
     page.find("chat-tools").click()
     page.say("What is 12 * 34?", 64)
-    page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
+    # Two requests, both with the description of all tools.
+    page.until(lambda: len(page.answers()) == 2 and not page.is_writing(), 3 * DEADLINE_S)
     assert "408" in page.answers()[1]
     [call] = page.driver.find_elements(By.CSS_SELECTOR, ".message.call")
     assert call.text == "calculator: 12 * 34 = 408"

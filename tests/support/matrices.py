@@ -2,7 +2,8 @@
 
 A test that is marked ``@pytest.mark.one_of("dtype")`` takes with each combination of its other
 parameters the next dtype, not all of them. With ``key``, a function of the value, it takes one of
-the values with equal keys.
+the values with equal keys. With ``every=3`` it takes every third of those combinations alone, for
+what other tests do with all of them.
 
 The mark ``repeated`` is for what other tests do with other random numbers, or with another value
 that takes the same path.
@@ -43,8 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _has_all_examples = config.getoption("--all-combinations")
     config.addinivalue_line(
         "markers",
-        "one_of(parameter, key=None): one value of it with each combination of the others, "
-        "unless --all-combinations",
+        "one_of(parameter, key=None, every=1): one value of it with each combination of the "
+        "others, or with every Nth, unless --all-combinations",
     )
     config.addinivalue_line(
         "markers", "repeated: runs with --all-combinations or --endurance alone"
@@ -84,22 +85,23 @@ def _left_out(items: list[pytest.Item], has_repeated: bool) -> set[pytest.Item]:
     """Combinations of values that all run in other combinations, and what repeats other tests
     unless ``has_repeated``."""
     # By test and by combination of the other parameters.
+    every: dict[str, int] = {}
     matrices: dict[str, dict[object, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if mark := item.get_closest_marker("one_of"):
             test = item.nodeid.partition("[")[0]
-            matrices[test][_others(item, *mark.args, **mark.kwargs)].append(item)
+            key = mark.kwargs.get("key", lambda _: None)
+            matrices[test][_others(item, *mark.args, key)].append(item)
+            every[test] = mark.kwargs.get("every", 1)
     left_out = {item for item in items if item.get_closest_marker("repeated") and not has_repeated}
-    for matrix in matrices.values():
+    for test, matrix in matrices.items():
         rows = list(matrix.values())
         left_out.update(*rows)
-        left_out -= next_of_each(rows)
+        left_out -= next_of_each(rows, every[test])
     return left_out
 
 
-def _others(
-    item: pytest.Item, parameter: str, key: Callable[[object], object] = lambda _: None
-) -> object:
+def _others(item: pytest.Item, parameter: str, key: Callable[[object], object]) -> object:
     """Which values the item's other parameters have, and the parameter's key."""
     params = item.callspec.params  # type: ignore[attr-defined]
     # Items of one test share the values, of which some cannot be hashed. pytest's own indices of
@@ -108,8 +110,10 @@ def _others(
     return frozenset(others), key(params[parameter])
 
 
-def next_of_each(rows: list[list[T]]) -> set[T]:
-    """From each row the item after the previous row's choice; of few rows, each item of one."""
+def next_of_each(rows: list[list[T]], every: int = 1) -> set[T]:
+    """From every Nth row the item after the previous such row's choice; of few rows, each item of
+    one."""
+    rows = rows[::every]
     width = max(map(len, rows))
     taken = set()
     for turn in range(max(len(rows), width)):

@@ -10,7 +10,6 @@ from matrices import rounds
 
 from benchmarks.paper.__main__ import main
 
-
 JOBS = rounds(12, many=80)
 """Of each run at most; --quick alone has up to 80."""
 

@@ -44,6 +44,11 @@ def test_a_marked_test_runs_each_row_once(
         assert {item.callspec.params["column"] for item in same} == {"left", "right"}  # type: ignore[attr-defined]
 
 
+def test_every_third_row_has_the_next_column() -> None:
+    rows = [[(row, column) for column in "ab"] for row in range(7)]
+    assert next_of_each(rows, every=3) == {(0, "a"), (3, "b"), (6, "b")}
+
+
 @pytest.mark.parametrize(("number", "fewer"), [(150, 25), (60, 20), (20, 20)])
 def test_property_tests_have_a_sixth_of_their_examples(
     number: int, fewer: int, request: pytest.FixtureRequest

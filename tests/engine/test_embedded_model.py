@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def reference() -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     directory = load_model_config(EMBEDDED_MODEL, load_format="auto").directory
     assert directory is not None
-    weights = {one.name: one.read_dequantized(()).float() for one in gguf_tensors(directory)}
+    weights = {one.name: one.read_dequantized(()).float() for one in gguf_tensors(Path(directory))}
     found = model.load_state_dict(weights, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["lm_head.weight"], [])
     model.tie_weights()

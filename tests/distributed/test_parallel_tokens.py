@@ -25,10 +25,11 @@ SAMPLED = SamplingParams(
     prompt_logprobs=2,
     ignore_eos=True,
 )
-# Covers each architecture, each size and each number of stages with few processes, as each has to
-# import torch. tests/models covers all combinations.
+# Covers each size and each number of stages with few processes, as each has to import torch.
+# tests/models covers all combinations.
 DIVISIONS = [
-    ("opt", 1, 2), ("opt_350m", 2, 2), ("llama", 2, 3), ("gpt_neox", 4, 1), ("gpt_oss", 2, 2)
+    ("opt", 1, 2), pytest.param("opt_350m", 2, 2, marks=pytest.mark.repeated), ("llama", 2, 3),
+    ("gpt_neox", 4, 1), ("gpt_oss", 2, 2),
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ REQUESTS_PER_S, TOKENS = 4.0, 12
 ROUNDS = 5
 """Honest requests are alone and beside the attacker in turns. So what else runs on the machine
 delays both alike."""
-ALONE_S, ATTACKED_S, SHORT_S = 12.0, 60.0, 5.0
+ALONE_S, ATTACKED_S, SHORT_S = 12.0, 60.0, 2.5
 """How long a turn is: alone, beside the attacker, and either in a short run."""
 KIND_ROUNDS, KIND_S = 3, 8.0
 """Of each kind of attack alone."""

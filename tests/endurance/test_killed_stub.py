@@ -1,7 +1,8 @@
 """The model's process is killed repeatedly under load: clients get errors, the server is soon back,
 and nothing is left behind.
 
-`make endurance` kills it ten times, `make test` once.
+`make endurance` kills it ten times, `make test-all` once. `make test` kills it under one stream,
+see test_life_cycle.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ERROR_S, READY_S = 3.0, 15.0
 DEADLINE_S = 120.0
 
 
+@pytest.mark.repeated
 def test_the_stub_is_killed_under_load(
     tiny_config: EngineConfig,
     tmp_path: Path,

@@ -1,7 +1,8 @@
 """A server is killed in the middle of many streams, with another one beside it and alone: each
 stream goes on, and has the same tokens as without the kill.
 
-`make endurance` has 64 streams, `make test` eight.
+`make endurance` has 64 streams, `make test-all` eight. `make test` moves answers of more kinds, see
+test_moved_answers.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ NOT_MOVED = "fastserve_gateway_moves_failed_total"
 ATTEMPTS = 5
 
 
+@pytest.mark.repeated
 @pytest.mark.parametrize("num_servers", [2, 1])
 def test_all_streams_outlive_their_server(
     num_servers: int,

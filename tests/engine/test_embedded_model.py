@@ -5,17 +5,19 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.models.gguf_weights import gguf_tensors
 from live_engine import wait_until_free
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 # For one output of the engine, which is busy for a second with the longest step on a quick machine.
 DEADLINE_S = 120.0
@@ -54,13 +56,18 @@ def small_llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
+    """transformers' model with our weights: to read the file itself takes it long.
+    test_embedded_model_files.py compares the weights with those that it reads."""
     file = embedded_file()
-    options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # transformers would keep weights quantised
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, **options
-    ).eval()
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    directory = load_model_config(EMBEDDED_MODEL, load_format="auto").directory
+    assert directory is not None
+    weights = {one.name: one.read_dequantized(()).float() for one in gguf_tensors(Path(directory))}
+    found = model.load_state_dict(weights, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model
 
 
 def conversation(*contents: str) -> list[dict[str, str]]:

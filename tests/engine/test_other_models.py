@@ -12,13 +12,15 @@ from decoder_checkpoints import FAMILIES, long_rope
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
+from matrices import rounds
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 VOCAB_SIZE = 600
 POSITIONS = 400
-NUM_TOKENS = 200
+NUM_TOKENS = rounds(100, many=200)
+LONGEST_PROMPT = 200
 CHUNK = 48
 SWITCH = 150
 """Longer contexts of phi3_long have another rotation."""
@@ -59,7 +61,8 @@ def repeated_unless(is_first: bool) -> tuple[pytest.MarkDecorator, ...]:
     ("name", "tensor_size", "num_stages"),
     [
         *(pytest.param(one, 1, 1, marks=repeated_unless(one in FIRST)) for one in MODELS),
-        *(pytest.param(one, 2, 2, marks=repeated_unless(one == "gemma3")) for one in MODELS),
+        # test_parallel_tokens.py divides a model with windows so.
+        *(pytest.param(one, 2, 2, marks=pytest.mark.repeated) for one in MODELS),
     ],
 )
 def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
@@ -74,7 +77,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
     reference.save_pretrained(tmp_path)
     rng = random.Random(9)
     prompts = [
-        [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, POSITIONS - NUM_TOKENS))]
+        [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, LONGEST_PROMPT))]
         for _ in range(8)
     ]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)

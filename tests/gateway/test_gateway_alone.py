@@ -194,16 +194,17 @@ def test_a_failed_request_is_not_left_to_the_collector(stream: bool, prompts: in
         return sum(isinstance(one, CompletionRequest) for one in gc.get_objects())
 
     body = {"model": "fastserve", "prompt": ["a"] * prompts, "stream": stream}
-    with gateway_thread(settings()) as gateway:
-        gc.collect()
-        before = num_requests()
-        gc.disable()
-        try:
+    gc.collect()
+    gc.freeze()  # so that only new objects are looked at, again and again
+    gc.disable()
+    try:
+        with gateway_thread(settings()) as gateway:
             url = f"{gateway.url}/v1/completions"
             assert httpx2.post(url, json=body, timeout=DEADLINE_S).status_code == 503
-            wait_for(lambda: num_requests() <= before, DEADLINE_S)
-        finally:
-            gc.enable()
+            wait_for(lambda: num_requests() == 0, DEADLINE_S)
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_a_body_that_could_never_be_held() -> None:

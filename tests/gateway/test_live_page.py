@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
@@ -439,35 +438,42 @@ def test_only_what_is_news_is_read_out(page: Page, gateway: RunningGateway) -> N
     assert announced <= {"status", "chat-log", "chat-note", "load-note"}
 
 
-def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None:
-    config = EngineConfig().with_keys(
-        model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
-    )
+def test_chat_and_its_tools(page: Page, chat_gateway: RunningGateway) -> None:
+    page.open(chat_gateway)
+    page.until_live()
+    page.say("What is the capital of France?", 24)
+    page.until(lambda: page.answers() and not page.is_writing())
+    assert len(page.answers()[0]) > 3
+    assert page.text("chat-note") == ""
+    page.find("chat-tools").click()
+    page.say("What is 12 * 34?", 64)
+    # Two requests, both with the description of all tools.
+    page.until(lambda: len(page.answers()) == 2 and not page.is_writing(), 3 * DEADLINE_S)
+    assert "408" in page.answers()[1]
+    [call] = page.driver.find_elements(By.CSS_SELECTOR, ".message.call")
+    assert call.text == "calculator: 12 * 34 = 408"
+    page.find("chat-tools").click()
+    assert page.errors() == []
+
+
+def test_a_chat_goes_on_when_the_server_was_restarted(
+    page: Page, tiny_config: EngineConfig, tmp_path: Path
+) -> None:
     with (
-        running_server(config, tmp_path / "server.log") as server,
+        running_server(tiny_config, tmp_path / "server.log") as server,
         running_gateway(server.endpoints.grpc_url, tmp_path / "gateway.log") as gateway,
     ):
         page.open(gateway)
         page.until_live()
-        page.say("What is the capital of France?", 24)
+        page.say("Hello", 8)
         page.until(lambda: page.answers() and not page.is_writing())
-        assert len(page.answers()[0]) > 3
-        assert page.text("chat-note") == ""
-        page.find("chat-tools").click()
-        page.say("What is 12 * 34?", 64)
-        page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
-        assert "408" in page.answers()[1]
-        [call] = page.driver.find_elements(By.CSS_SELECTOR, ".message.call")
-        assert call.text == "calculator: 12 * 34 = 408"
-        page.find("chat-tools").click()
-        assert page.errors() == []
         pid = server.runtime.stub_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         page.until(lambda: page.text("status").startswith("the model server"))
         page.until_live()  # the server was restarted, and the page has found it again
-        page.say("And of Spain?", 8)
-        page.until(lambda: len(page.answers()) == 3 and not page.is_writing())
+        page.say("Hello again", 8)
+        page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
 
 
 def test_a_phone_has_all_of_it_in_one_column(page: Page, gateway: RunningGateway) -> None:

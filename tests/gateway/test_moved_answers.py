@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
+from matrices import rounds
 from replicas import Front, Replicas, running_replicas
 from running_server import rank_stopped
 from same_answers import Ask, Asked, check_same
@@ -158,7 +159,7 @@ def test_an_upgrade_of_all_servers_loses_no_stream(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each server is drained for less time than the answers take, and started again. Meanwhile the
-    other one answers."""
+    other one answers. `make test` upgrades one."""
     monkeypatch.setattr("fastserve_backend.serving.process.DRAIN_TIMEOUT_S", 0.1)
     monkeypatch.setattr("fastserve_backend.serving.process._SILENT_DRAIN_S", 0.05)
     # Each with a beginning of its own: the gateway sends the same ones to the same server.
@@ -178,7 +179,7 @@ def test_an_upgrade_of_all_servers_loses_no_stream(
         if len(front.replicas) > 1:
             check(Asked(front.url, asks))
 
-    for server in range(len(front.replicas)):
+    for server in range(rounds(1, many=len(front.replicas))):
         for attempt in range(ATTEMPTS):
             num_moved = front.of_server(MOVED, server)
             with front.replicas.slow(attempt):

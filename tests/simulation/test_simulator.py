@@ -15,6 +15,7 @@ from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_bench.report.summary import summarize
 from fastserve_bench.workload import ServiceClass, TraceJob, Workload
+from matrices import rounds
 
 POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt", "speculative", "gittins")
 BLOCK_SIZE = 8
@@ -81,9 +82,11 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
     [0, *(pytest.param(n, marks=pytest.mark.repeated) for n in range(1000, 10_000, 1000))],
 )
 def test_ten_thousand_random_traces(first: int) -> None:
-    """No job is lost or late by magic, and the block tables are whole after every step."""
+    """No job is lost or late by magic, and the block tables are whole after every step. `make test`
+    has 200 of them."""
     num_recomputed = num_preempted = 0
-    for seed in range(first, first + 1000):
+    num_traces = rounds(200, many=1000)
+    for seed in range(first, first + num_traces):
         trace, simulation = random_simulation(seed)
         records = simulation.records
         assert [(r.prompt_tokens, r.output_tokens) for r in records] == [
@@ -100,8 +103,8 @@ def test_ten_thousand_random_traces(first: int) -> None:
         assert simulation.counters.generation_tokens == sum(job.output_tokens for job in trace)
         num_recomputed += simulation.counters.recomputed_jobs
         num_preempted += simulation.counters.preemptions
-    assert num_recomputed > 100
-    assert num_preempted > 100
+    assert num_recomputed > num_traces / 10
+    assert num_preempted > num_traces / 10
 
 
 def test_the_same_seed_gives_the_same_result_to_the_last_bit() -> None:

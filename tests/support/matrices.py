@@ -2,12 +2,14 @@
 
 A test that is marked ``@pytest.mark.one_of("dtype")`` takes with each combination of its other
 parameters the next dtype, not all of them. With ``key``, a function of the value, it takes one of
-the values with equal keys.
+the values with equal keys. With ``every=3`` it takes every third of those combinations alone, for
+what other tests do with all of them.
 
-The mark ``repeated`` is for what other tests do with other random numbers.
+The mark ``repeated`` is for what other tests do with other random numbers, or with another value
+that takes the same path.
 
-A property test with ``@random_examples(150)`` has so many examples in `make test-all`, and a third
-of them in `make test`.
+A property test with ``@random_examples(150)`` has so many examples in `make test-all`, and a sixth
+of them in `make test`. Other tests that do one thing again and again ask ``rounds`` how often.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from hypothesis import settings
 
 T = TypeVar("T", bound=Hashable)
 
-# Each run has other examples. Of a parameter's ten policies, forty miss one in every seventh run.
-SHARE, FEWEST = 3, 40
+# Each run has other examples. Of ten policies, twenty examples miss one on average.
+SHARE, FEWEST = 6, 20
 
 _has_all_examples = False
 
@@ -42,24 +44,32 @@ def pytest_configure(config: pytest.Config) -> None:
     _has_all_examples = config.getoption("--all-combinations")
     config.addinivalue_line(
         "markers",
-        "one_of(parameter, key=None): one value of it with each combination of the others, "
-        "unless --all-combinations",
+        "one_of(parameter, key=None, every=1): one value of it with each combination of the "
+        "others, or with every Nth, unless --all-combinations",
     )
-    config.addinivalue_line("markers", "repeated: runs with --all-combinations alone")
+    config.addinivalue_line(
+        "markers", "repeated: runs with --all-combinations or --endurance alone"
+    )
     config.addinivalue_line("markers", "slow: takes seconds, so `make test-fast` leaves it out")
 
 
 def random_examples(number: int) -> settings:
-    """Settings of a property test: the number with --all-combinations, or else a third of it."""
+    """Settings of a property test: the number with --all-combinations, or else a sixth of it."""
     if _has_all_examples:
         return settings(max_examples=number)
     return settings(max_examples=min(number, max(number // SHARE, FEWEST)))
 
 
+def rounds(few: int, many: int) -> int:
+    """How often a test does one thing: ``many`` times with --all-combinations, or else ``few``."""
+    return many if _has_all_examples else few
+
+
 @pytest.hookimpl(trylast=True)  # of what `-k` and `-m` leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-combinations"):
-        _keep(config, items, set(items) - _repeated(items))
+        has_repeated = bool(config.getoption("--endurance"))
+        _keep(config, items, set(items) - _left_out(items, has_repeated))
     if part := config.getoption("--part"):
         number, count = map(int, part.split("/"))
         _keep(config, items, set(items[number - 1 :: count]))
@@ -71,25 +81,27 @@ def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item
         items[:] = [item for item in items if item in kept]
 
 
-def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Combinations of values that all run in other combinations."""
+def _left_out(items: list[pytest.Item], has_repeated: bool) -> set[pytest.Item]:
+    """Combinations of values that all run in other combinations, and what repeats other tests
+    unless ``has_repeated``."""
     # By test and by combination of the other parameters.
+    every: dict[str, int] = {}
     matrices: dict[str, dict[object, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if mark := item.get_closest_marker("one_of"):
             test = item.nodeid.partition("[")[0]
-            matrices[test][_others(item, *mark.args, **mark.kwargs)].append(item)
-    repeated = {item for item in items if item.get_closest_marker("repeated")}
-    for matrix in matrices.values():
+            key = mark.kwargs.get("key", lambda _: None)
+            matrices[test][_others(item, *mark.args, key)].append(item)
+            every[test] = mark.kwargs.get("every", 1)
+    left_out = {item for item in items if item.get_closest_marker("repeated") and not has_repeated}
+    for test, matrix in matrices.items():
         rows = list(matrix.values())
-        repeated.update(*rows)
-        repeated -= next_of_each(rows)
-    return repeated
+        left_out.update(*rows)
+        left_out -= next_of_each(rows, every[test])
+    return left_out
 
 
-def _others(
-    item: pytest.Item, parameter: str, key: Callable[[object], object] = lambda _: None
-) -> object:
+def _others(item: pytest.Item, parameter: str, key: Callable[[object], object]) -> object:
     """Which values the item's other parameters have, and the parameter's key."""
     params = item.callspec.params  # type: ignore[attr-defined]
     # Items of one test share the values, of which some cannot be hashed. pytest's own indices of
@@ -98,8 +110,10 @@ def _others(
     return frozenset(others), key(params[parameter])
 
 
-def next_of_each(rows: list[list[T]]) -> set[T]:
-    """From each row the item after the previous row's choice; of few rows, each item of one."""
+def next_of_each(rows: list[list[T]], every: int = 1) -> set[T]:
+    """From every Nth row the item after the previous such row's choice; of few rows, each item of
+    one."""
+    rows = rows[::every]
     width = max(map(len, rows))
     taken = set()
     for turn in range(max(len(rows), width)):

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from matrices import rounds
 
 from benchmarks.paper.__main__ import main
+
+JOBS = rounds(12, many=80)
+"""Of each run at most; --quick alone has up to 80."""
 
 
 def run_figure(name: str, plots: Path) -> list[list[str]]:
     """The cells of the figure's table, row by row."""
-    table = main([name, "--quick", "--plot-dir", str(plots)])[0]
+    table = main([name, "--quick", "--jobs", str(JOBS), "--plot-dir", str(plots)])[0]
     document = json.loads((plots / f"{name}.json").read_text())
     assert document["values"]
     assert document["settings"]["quick"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from matrices import next_of_each, random_examples
+from matrices import next_of_each, random_examples, rounds
 
 
 @pytest.mark.parametrize(("num_rows", "width"), list(product(range(1, 8), range(1, 5))))
@@ -44,12 +44,21 @@ def test_a_marked_test_runs_each_row_once(
         assert {item.callspec.params["column"] for item in same} == {"left", "right"}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("number", "fewer"), [(150, 50), (60, 40), (20, 20)])
-def test_property_tests_have_a_third_of_their_examples(
+def test_every_third_row_has_the_next_column() -> None:
+    rows = [[(row, column) for column in "ab"] for row in range(7)]
+    assert next_of_each(rows, every=3) == {(0, "a"), (3, "b"), (6, "b")}
+
+
+@pytest.mark.parametrize(("number", "fewer"), [(150, 25), (60, 20), (20, 20)])
+def test_property_tests_have_a_sixth_of_their_examples(
     number: int, fewer: int, request: pytest.FixtureRequest
 ) -> None:
     has_all = request.config.getoption("--all-combinations")
     assert random_examples(number).max_examples == (number if has_all else fewer)
+
+
+def test_what_a_test_repeats_is_repeated_less(request: pytest.FixtureRequest) -> None:
+    assert rounds(2, many=9) == (9 if request.config.getoption("--all-combinations") else 2)
 
 
 def test_a_worker_has_the_groups(request: pytest.FixtureRequest) -> None:

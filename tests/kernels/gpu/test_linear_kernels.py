@@ -21,7 +21,12 @@ def test_rows_whose_elements_are_apart(kernel_device: torch.device) -> None:
 
 # Compiling takes a second, and what follows a product is the same for all sizes. The interpreter
 # runs it with each size.
-@pytest.mark.one_of("case", key=but_dtype if knobs.runtime.interpret else size_of_linear)
+# `make test` has all cases on an emulated GPU.
+@pytest.mark.one_of(
+    "case",
+    key=but_dtype if knobs.runtime.interpret else size_of_linear,
+    every=3 if knobs.runtime.interpret else 1,
+)
 @pytest.mark.parametrize("case", list(cases(interpreted=knobs.runtime.interpret)), ids=str)
 def test_case(case: Case, kernel_device: torch.device) -> None:
     for comparison in case.run(kernel_device):

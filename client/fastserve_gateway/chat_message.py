@@ -25,13 +25,18 @@ def _check_content(value: Any) -> Any:
     return value
 
 
-def fill_content(message: Any) -> Any:
-    """Adds empty content to an assistant's message with tool calls, which clients send back.
+def as_template_takes(message: Any) -> Any:
+    """The message with the role ``system`` for ``developer``, and with empty content beside tool
+    calls, as clients send it back.
 
     Raises ValueError: the message has too many fields.
     """
     check_number_of_fields(message)
-    if not isinstance(message, dict) or message.get("content") is not None:
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") == "developer":
+        message = {**message, "role": "system"}
+    if message.get("content") is not None:
         return message
     only_calls = message.get("role") == "assistant" and message.get("tool_calls")
     return {**message, "content": ""} if only_calls else message

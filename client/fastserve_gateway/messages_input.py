@@ -10,7 +10,7 @@ from fastserve_chat.call_messages import assistant_message, function_call, tool_
 from fastserve_gateway.chat_conversion import PARAGRAPH, got_type, text_field
 from fastserve_gateway.errors import invalid
 
-_ROLES = ("user", "assistant", "system")
+_ROLES = ("user", "assistant", "system", "developer")
 # What another service thought, and keeps to itself.
 _UNREADABLE = "redacted_thinking"
 

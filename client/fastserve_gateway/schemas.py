@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from fastserve_gateway.chat_message import (
     MAX_MESSAGES,
     ChatMessage,
-    fill_content,
+    as_template_takes,
     for_template,
 )
 from fastserve_gateway.json_size import check_field_size
@@ -351,7 +351,7 @@ class ChatRequest(_GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[
-        list[Annotated[ChatMessage, BeforeValidator(fill_content)]],
+        list[Annotated[ChatMessage, BeforeValidator(as_template_takes)]],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     ]
     max_completion_tokens: int | None = None

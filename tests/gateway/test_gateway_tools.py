@@ -289,3 +289,13 @@ def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGate
     # An estimate: how the answer is cut into chunks depends on the machine's load.
     thought = message.usage.output_tokens_details.thinking_tokens
     assert 0 < thought < message.usage.output_tokens
+
+
+def test_a_stop_word_counts_in_the_content_alone(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"logit_bias": {str(END_OF_THOUGHT): 3.0}, "max_tokens": 100}
+    whole = ask(client, **fields).choices[0].message
+    thought, word = whole.reasoning_content, whole.reasoning_content[:2]
+    assert len(word) == 2
+    stopped = ask(client, stop=[word], **fields).choices[0].message
+    assert stopped.reasoning_content == thought
+    assert stopped.content == whole.content.partition(word)[0].rstrip()

@@ -18,7 +18,9 @@ TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role == 'system' and not loop.first %}
 {{- raise_exception('System message must be at the beginning.') }}{% endif %}
-{{- '\\n' + message.role + ': ' + message.content }}
+{{- '\\n' + message.role }}
+{%- if message.reasoning_content %}{{ ' (' + message.reasoning_content + ')' }}{% endif %}
+{{- ': ' + message.content }}
 {%- for call in message.tool_calls or () %}
 {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}
 {%- if call.id | length != 9 %}{{ raise_exception('ids of calls have 9 letters') }}{% endif %}

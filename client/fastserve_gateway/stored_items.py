@@ -40,6 +40,7 @@ class StoredItems:
         self._tenant = tenant
         self._take = take
         self._found: dict[str, Mapping[str, Any]] = {}
+        self._read_ids: set[str] = set()
 
     def find(self, wanted: str, path: str) -> Mapping[str, Any]:
         """The item with an id.
@@ -50,7 +51,7 @@ class StoredItems:
         Raises ApiError: it is not there (400), or there is no room for it (429).
         """
         parsed = _ITEM_ID.fullmatch(wanted)
-        if wanted not in self._found and parsed is not None:
+        if parsed is not None:
             self._read(_RESPONSE_PREFIX + parsed[1])
         if wanted not in self._found:
             shown = repr(wanted[:_MAX_SHOWN_CHARS])
@@ -58,6 +59,9 @@ class StoredItems:
         return self._found[wanted]
 
     def _read(self, response_id: str) -> None:
+        if response_id in self._read_ids:
+            return
+        self._read_ids.add(response_id)
         stored = self._store.get(self._tenant, response_id)
         if stored is not None:
             response = stored.response

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ class ServedModel:
     turns: Turns
     """Of requests that start no job."""
 
+
+# A list of models is there at once for clients that only look whether the gateway is.
+_ASK_TIMEOUT_S = 2.0
 
 ANY_NAME = "*"
 """The alias that stands for all names that no model has."""
@@ -54,8 +58,9 @@ async def shown_model(name: str, model: ServedModel) -> dict[str, Any]:
     that."""
     shown: dict[str, Any] = {"id": name, "object": "model", "owned_by": "fastserve"}
     try:
-        num_tokens = await model.formats.context_tokens()
-    except ClientError:
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            num_tokens = await model.formats.context_tokens()
+    except (ClientError, TimeoutError):
         return shown
     # The names of vLLM and of OpenRouter.
     return {**shown, "max_model_len": num_tokens, "context_length": num_tokens}

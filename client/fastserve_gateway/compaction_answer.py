@@ -8,7 +8,7 @@ from typing import Any
 from fastserve_client.results import Completion
 
 from fastserve_gateway.chat import ChatAnswer
-from fastserve_gateway.compaction import MAX_SUMMARY_TOKENS, REQUEST, summary_item
+from fastserve_gateway.compaction import MAX_SUMMARY_TOKENS, summary_item, with_request
 from fastserve_gateway.model_formats import ModelFormats
 from fastserve_gateway.responses_schema import RESPONSES_FIELDS
 from fastserve_gateway.schemas import ChatRequest
@@ -26,7 +26,7 @@ def compaction_chat(chat: ChatRequest, context_tokens: int) -> ChatRequest:
     num_answer = min(MAX_SUMMARY_TOKENS, context_tokens // 4)
     return chat.model_copy(
         update={
-            "messages": [*chat.messages, {"role": "user", "content": REQUEST}],
+            "messages": with_request(chat.messages),
             "stream": None,
             "tool_choice": "none",
             "response_format": None,

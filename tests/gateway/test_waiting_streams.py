@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,13 @@ import pytest
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client.errors import InvalidRequest
 from lone_gateway import settings
-from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
+from running_gateway import (
+    COMMAND,
+    REQUEST_TIMEOUT_S,
+    START_TIMEOUT_S,
+    RunningGateway,
+    running_gateway,
+)
 from running_server import rank_stopped
 from starlette.testclient import TestClient
 
@@ -115,3 +122,13 @@ def test_without_a_server_there_is_no_context_length(alone: TestClient) -> None:
 def test_aliases_that_name_nothing(aliases: dict[str, str]) -> None:
     with pytest.raises(InvalidRequest, match=r"^alias: got "):
         replace(settings(), aliases=aliases)
+
+
+@pytest.mark.parametrize("flags", [["a"], ["a=fastserve", "a=fastserve"], ["a=other"]])
+def test_flags_that_are_no_aliases(flags: list[str]) -> None:
+    given = [part for flag in flags for part in ("--alias", flag)]
+    ended = subprocess.run(
+        [*COMMAND, "--port", "0", *given], capture_output=True, text=True, timeout=START_TIMEOUT_S
+    )
+    assert ended.returncode != 0
+    assert "alias: got 'a" in ended.stderr

@@ -77,6 +77,9 @@ class SamplingParams:
     """Generation ends when one of these words appears in the text; the word is not returned. A text
     alone is one stop word. A word may contain special tokens, which otherwise have no text, as the
     tokenizer spells them. Kept as a tuple."""
+    stop_not_between: Sequence[str] = ()
+    """Two marks: if the text begins with the first, or that is empty, ``stop`` counts only behind
+    the second. So it does not end a model's reasoning. Kept as a tuple; empty: it always counts."""
     stop_token_ids: Collection[int] = ()
     """Generation ends with any of these tokens; that token is returned, but not its text. A number
     alone is one token. Kept as a frozenset."""
@@ -139,6 +142,15 @@ class SamplingParams:
     def _check_stop_conditions(self) -> None:
         stop = _words("stop_words", self.stop, MAX_STOP_WORDS, MAX_STOP_WORD_CHARS)
         object.__setattr__(self, "stop", stop)
+        marks = _elements("stop_not_between", self.stop_not_between, str)
+        if marks and (
+            len(marks) != 2
+            or not all(isinstance(one, str) and len(one) <= MAX_STOP_WORD_CHARS for one in marks)
+            or not marks[1]
+        ):
+            allowed = f"must be two texts of up to {MAX_STOP_WORD_CHARS} characters, the second not"
+            raise InvalidRequestError("stop_not_between", list(marks), f"{allowed} empty")
+        object.__setattr__(self, "stop_not_between", marks)
         token_ids = _elements("stop_token_ids", self.stop_token_ids, int)
         if len(token_ids) > MAX_STOP_TOKEN_IDS:
             allowed = f"at most {MAX_STOP_TOKEN_IDS} token ids"

@@ -6,9 +6,9 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from fastserve_chat.schema_types import allowed_types, json_types, property_schema
 from fastserve_chat.tool import Tool
 
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
@@ -59,11 +59,10 @@ def python_calls(text: str) -> list[WrittenCall]:
 
 def xml_call(text: str, tool: Tool) -> WrittenCall:
     """A call whose parameters are elements: ``<parameter=a>1</parameter>``. Their values are JSON,
-    except those of parameters that the tool's schema says are strings.
+    except where the tool's schema allows a string and not the JSON.
 
     Raises NoCallError.
     """
-    properties = tool.parameters.get("properties")
     arguments: dict[str, Any] = {}
     position = 0
     for found in _PARAMETER.finditer(text):
@@ -71,8 +70,7 @@ def xml_call(text: str, tool: Tool) -> WrittenCall:
             raise NoCallError
         position = found.end()
         name, value = found[1], found[2].removeprefix("\n").removesuffix("\n")
-        schema = properties.get(name) if isinstance(properties, Mapping) else None
-        arguments[name] = value if _is_string(schema) else _json_or_text(value)
+        arguments[name] = _typed_value(value, name, tool)
     if text[position:].strip():
         raise NoCallError
     return _call(tool.name, arguments)
@@ -169,11 +167,13 @@ def _finite(text: str) -> float:
     return value
 
 
-def _is_string(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    kind = schema.get("type")
-    return kind == "string" or (isinstance(kind, Sequence) and set(kind) <= {"string", "null"})
+def _typed_value(text: str, name: str, tool: Tool) -> Any:
+    types = allowed_types(property_schema(tool.parameters, name), tool.parameters)
+    if types and types <= {"string", "null"}:
+        return text
+    value = _json_or_text(text)
+    takes_text = "string" in types and types.isdisjoint(json_types(value))
+    return text if takes_text else value
 
 
 def _json_or_text(text: str) -> Any:

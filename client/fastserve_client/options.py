@@ -44,6 +44,9 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     """A text or several, which may name special tokens."""
+    stop_not_between: Sequence[str] | None
+    """Two marks: in an answer that begins with the first, or if that is empty, ``stop`` counts only
+    behind the second."""
     stop_token_ids: Sequence[int] | int | None
     """Each of these tokens ends the answer. Its text is not part of it."""
     ignore_eos: bool | None

@@ -125,6 +125,8 @@ TRUNCATE_PROMPT_TOKENS: Final = "truncate_prompt_tokens"
 many as there is room for."""
 SKIP_SPECIAL_TOKENS: Final = "skip_special_tokens"
 """Not a tensor, like ``LOGPROBS``. False: special tokens in the output have their text too."""
+STOP_NOT_BETWEEN: Final = "stop_not_between"
+"""Not a tensor, like ``LOGPROBS``. A list of two marks; stop words do not count between them."""
 TOOLS: Final = "tools"
 """Not a tensor, like ``LOGPROBS``. Tools for the chat template: a JSON list of OpenAI's objects."""
 CHAT_TEMPLATE_KWARGS: Final = "chat_template_kwargs"
@@ -277,6 +279,7 @@ PARAMETER_KEYS: Final = (
     LOGIT_BIAS,
     STRUCTURED_OUTPUT,
     SKIP_SPECIAL_TOKENS,
+    STOP_NOT_BETWEEN,
     MIN_P,
     ALLOWED_TOKEN_IDS,
     BAD_WORDS,

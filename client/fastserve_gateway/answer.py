@@ -88,6 +88,8 @@ class Answer(ABC):
 
     is_stored: ClassVar[bool] = False
     """Whether ``whole`` may keep the answer for later requests."""
+    ping: ClassVar[bytes] = b": ping\n\n"
+    """What a stream says while it waits for its first event: a comment, which clients skip."""
 
     @property
     @abstractmethod

@@ -21,6 +21,7 @@ from fastserve_gateway.answer_writer import AnswerWriter
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.body_threads import BodyThreads, RunWork
 from fastserve_gateway.chat import ChatAnswer
+from fastserve_gateway.compaction_answer import CompactionAnswer, compaction_chat
 from fastserve_gateway.completions import CompletionAnswer
 from fastserve_gateway.connections import Connections, max_connections
 from fastserve_gateway.errors import (
@@ -39,6 +40,7 @@ from fastserve_gateway.messages_answer import MessagesAnswer
 from fastserve_gateway.messages_schema import ConversationRequest, MessagesRequest
 from fastserve_gateway.metrics import RequestMetrics
 from fastserve_gateway.model_formats import DescribedFormats
+from fastserve_gateway.request_ids import RequestIds
 from fastserve_gateway.request_traces import RequestTraces
 from fastserve_gateway.respond import Responder
 from fastserve_gateway.response_chain import ResponseChains
@@ -46,7 +48,7 @@ from fastserve_gateway.response_store import ResponseStore
 from fastserve_gateway.responses_answer import ResponsesAnswer
 from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
-from fastserve_gateway.served_models import ServedModel, find_model
+from fastserve_gateway.served_models import ANY_NAME, ServedModel, find_model, shown_model
 from fastserve_gateway.settings import GatewaySettings
 from fastserve_gateway.share_metrics import ShareMetrics
 from fastserve_gateway.tokenization import (
@@ -130,6 +132,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         lifespan=lifespan, openapi_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
     )
     app.add_middleware(RequestMetrics, registry=registry)
+    app.add_middleware(RequestIds)
     if tracer is not None:
         app.add_middleware(RequestTraces, tracer=tracer)
     app.add_exception_handler(ApiError, _api_error)
@@ -192,6 +195,33 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
             return await chains.answer(body, model.formats, take)
 
         return await responder().respond(request, caller, take, ResponsesRequest, answer_to)
+
+    @app.post("/v1/responses/compact", dependencies=with_key)
+    async def compact(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
+        async def answer_to(
+            body: ResponsesRequest, model: ServedModel, run: RunWork
+        ) -> CompactionAnswer:
+            found = ResponseChains(store, caller.tenant).conversation(body, take)
+            chat = compaction_chat(found.chat, await model.formats.context_tokens())
+            return await run(partial(CompactionAnswer, chat, await model.formats.current()))
+
+        return await responder().respond(request, caller, take, ResponsesRequest, answer_to)
+
+    @app.post("/v1/responses/input_tokens", dependencies=with_key)
+    async def input_tokens(
+        request: Request, caller: Caller = with_caller, take: Take = with_body
+    ) -> Response:
+        async def result_of(
+            body: ResponsesRequest, model: ServedModel, run: RunWork
+        ) -> dict[str, Any]:
+            found = ResponseChains(store, caller.tenant).conversation(body, take)
+            formats = await model.formats.current()
+            tokens = await tokenize_chat(model.fleet, formats, found.chat, run)
+            return {"object": "response.input_tokens", "input_tokens": tokens.count}
+
+        return await responder().do_task(request, caller, take, ResponsesRequest, result_of)
 
     @app.get("/v1/responses/{response_id}", dependencies=with_key)
     async def stored_response(
@@ -258,17 +288,18 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
 
         return await responder().do_task(request, caller, take, DetokenizeRequest, result_of)
 
-    def shown(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": started, "owned_by": "fastserve"}
+    async def shown(name: str) -> dict[str, Any]:
+        model = find_model(responder().models, name, settings.aliases)
+        return {"created": started, **await shown_model(name, model)}
 
     @app.get("/v1/models", dependencies=[with_viewer])
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": list(map(shown, settings.models))})
+        names = [*settings.models, *(one for one in settings.aliases if one != ANY_NAME)]
+        return JSONResponse({"object": "list", "data": [await shown(name) for name in names]})
 
     @app.get("/v1/models/{name:path}", dependencies=[with_viewer])
     async def one_model(name: str) -> Response:
-        find_model(responder().models, name)
-        return JSONResponse(shown(name))
+        return JSONResponse(await shown(name))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -20,6 +21,8 @@ from fastserve_gateway.json_size import check_number_of_values
 from fastserve_gateway.schemas import RequestBody
 from fastserve_gateway.strict_fields import Body, first_names
 
+logger = logging.getLogger(__name__)
+
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
 READ_TIMEOUT_S = 60.0
 """How long a body may take. A vanished client would hold its part of the memory for ever."""
@@ -27,6 +30,9 @@ READ_TIMEOUT_S = 60.0
 # A byte of a prompt takes two in the message to the server, and 45 in its body (docs/deploy.md,
 # *Sizing*). The body counts once, and the messages of all its answers but the first beside it.
 _MESSAGE_SHARE = 20
+
+# Sets of ignored fields that are remembered, so that they are not logged again.
+_MAX_LOGGED = 256
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -120,7 +126,15 @@ def ignored_fields(names: Sequence[str], *, strict: bool) -> dict[str, str]:
         return {}
     if strict:
         raise invalid(shown[0], "unknown field")
-    return {IGNORED_FIELDS_HEADER: ", ".join(shown)}
+    text = ", ".join(shown)
+    _log_ignored(text)
+    return {IGNORED_FIELDS_HEADER: text}
+
+
+@lru_cache(maxsize=_MAX_LOGGED)
+def _log_ignored(names: str) -> None:
+    """A line for the same names once: a client mostly sends them with each request."""
+    logger.info("fields of requests that are ignored: %s", names)
 
 
 def _too_large(max_bytes: int, headers: Mapping[str, str] | None = None) -> ApiError:

@@ -14,7 +14,6 @@ from fastserve_gateway.schemas import ChatRequest
 
 PARAGRAPH = "\n\n"
 """Between texts that a template takes as one."""
-_MAX_TYPE_CHARS = 32
 FIELDS_OF_CHAT = (
     *("min_p", "seed", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -33,16 +32,16 @@ class FieldNames:
     Args:
         patterns: regular expressions for the beginning of a path in a chat completion's body, and
             what stands there in the other API.
-        tools: where the chat completion's tools are in the request. None: at the same places.
+        tools: the paths of the chat completion's tools in the request. None: the same.
     """
 
     def __init__(
-        self, patterns: Sequence[tuple[str, str]], tools: Sequence[int] | None = None
+        self, patterns: Sequence[tuple[str, str]], tools: Sequence[str] | None = None
     ) -> None:
         self._patterns = patterns
         self._tools = tools
 
-    def with_tools(self, tools: Sequence[int]) -> FieldNames:
+    def with_tools(self, tools: Sequence[str]) -> FieldNames:
         """The same for a request of which some tools are left out."""
         return FieldNames(self._patterns, tools)
 
@@ -54,7 +53,7 @@ class FieldNames:
         if self._tools is None:
             return path
         tools = self._tools
-        return re.sub(r"^tools\.(\d+)", lambda found: f"tools.{tools[int(found[1])]}", path)
+        return re.sub(r"^tools\.(\d+)", lambda found: tools[int(found[1])], path)
 
 
 def chat_request(fields: Mapping[str, Any], names: FieldNames) -> ChatRequest:
@@ -119,12 +118,6 @@ def named_tool(choice: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str):
         raise invalid("tool_choice.name", "must be text")
     return {"type": "function", "function": {"name": name}}
-
-
-def got_type(item: Any) -> str:
-    """Which kind of item or part it is, for a message; what it has may be a prompt."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    return f"got type {kind[:_MAX_TYPE_CHARS]!r}" if isinstance(kind, str) else "got no type"
 
 
 def text_field(item: Mapping[str, Any], name: str, path: str) -> str:

@@ -9,8 +9,6 @@ from fastserve_client.options import Message
 from pydantic import ConfigDict, Field, PlainValidator
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
-from fastserve_gateway.strict_fields import check_number_of_fields
-
 MAX_MESSAGES = 1 << 14
 """Of a conversation, and parts of a message: encoding them holds up the event loop, or a thread."""
 MAX_CALLS = 128
@@ -23,18 +21,6 @@ def _check_content(value: Any) -> Any:
     if joined_text(value) is None:
         raise ValueError(NOT_TEXT)
     return value
-
-
-def fill_content(message: Any) -> Any:
-    """Adds empty content to an assistant's message with tool calls, which clients send back.
-
-    Raises ValueError: the message has too many fields.
-    """
-    check_number_of_fields(message)
-    if not isinstance(message, dict) or message.get("content") is not None:
-        return message
-    only_calls = message.get("role") == "assistant" and message.get("tool_calls")
-    return {**message, "content": ""} if only_calls else message
 
 
 class ChatMessage(TypedDict):

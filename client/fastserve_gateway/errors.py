@@ -71,7 +71,8 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         """In Anthropic's shape."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        message = _anthropic_words(str(self))
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def response(self, path: str) -> JSONResponse:
         """The answer to a request for ``path``."""
@@ -111,6 +112,28 @@ _GRAMMAR = f"{protocol.STRUCTURED_OUTPUT}.grammar"
 _ABOUT_SCHEMA = re.compile(
     r"got .*; at \d+\(\d+\): failed to compile JSON schema: (.*?)(?: 1 \| .*)?", re.DOTALL
 )
+
+
+_TOO_LONG = re.compile(
+    r"got '(\d+) (tokens|characters)'; This model's maximum context length is (\d+) tokens"
+    r"(?:.*?so a prompt has at most (\d+))?"
+)
+_CHARS_A_TOKEN = 4
+"""Of usual texts, for a prompt that is too long to count its tokens."""
+
+
+def _anthropic_words(message: str) -> str:
+    """The message, in Anthropic's words if a prompt is too long. Claude Code looks for these, and
+    makes the conversation shorter."""
+    found = _TOO_LONG.search(message)
+    if found is None:
+        return message
+    number, most = int(found[1]), int(found[4] or found[3])
+    words = "prompt is too long: {} tokens > {} maximum"
+    if found[2] == "tokens":
+        return words.format(number, most)
+    about = max(most + 1, number // _CHARS_A_TOKEN)
+    return f"{words.format(about, most)}; it has {number} characters, too many to count its tokens"
 
 
 def invalid(param: str, reason: str) -> ApiError:

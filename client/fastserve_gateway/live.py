@@ -105,7 +105,7 @@ def live_routes(
 
 def _chosen(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
     """The model that a request names, or else the first."""
-    return find_model(models, next(iter(models)) if name is None else name)
+    return find_model(models, next(iter(models)) if name is None else name, {})
 
 
 def _file(path: Path) -> Response:

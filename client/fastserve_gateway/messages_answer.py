@@ -27,9 +27,12 @@ _DELTAS = {
 class MessagesAnswer(BlockAnswer):
     """A message of the assistant, with blocks of text, thinking and tool use."""
 
+    ping = named_event({"type": "ping"})
+
     def __init__(self, request: MessagesRequest, formats: ModelFormats) -> None:
         super().__init__(request.chat, formats, MESSAGES_FIELDS, request.template_variables())
         self._request = request
+        self._reasoning = formats.reasoning
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def jobs(self, service: ServiceOptions) -> list[CompletionJob]:
@@ -98,6 +101,8 @@ class MessagesAnswer(BlockAnswer):
     def _stop_sequence(self) -> str | None:
         """The first of the stop sequences that the answer's tokens have, if any."""
         text = b"".join([entry.utf8 for entry in self._logprobs])
+        if self._reasoning is not None and self._blocks and self._blocks[0].kind == "reasoning":
+            text = text.partition(self._reasoning.close.encode())[2]  # none counts before
         words = self._request.stop_sequences or ()
         found = {text.find(word.encode()): word for word in words if word.encode() in text}
         return found[min(found)] if found else None

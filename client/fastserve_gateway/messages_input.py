@@ -7,73 +7,141 @@ from typing import Any
 
 from fastserve_chat.call_messages import assistant_message, function_call, tool_message
 
-from fastserve_gateway.chat_conversion import PARAGRAPH, got_type, text_field
+from fastserve_gateway.chat_conversion import PARAGRAPH, text_field
 from fastserve_gateway.errors import invalid
+from fastserve_gateway.message_parts import (
+    check_is_text,
+    got_type,
+    medium,
+    newest_message,
+    placeholder,
+)
 
-_ROLES = ("user", "assistant", "system")
-# What another service thought, and keeps to itself.
-_UNREADABLE = "redacted_thinking"
+_ROLES = ("user", "assistant", "system", "developer")
+# Claude Code's first system block: it differs from request to request, and says nothing to a model.
+_BILLING = "x-anthropic-billing-header:"
 
 
-def conversation(given: list[Any]) -> list[dict[str, Any]]:
+def conversation(given: list[Any], left_out: list[str]) -> list[dict[str, Any]]:
     """The messages of ``messages``. A tool's result is a message of its own.
 
-    Raises ApiError: a message is wrong, or has a block that is not supported (400).
+    Args:
+        left_out: gets the paths of what the model does not get.
+
+    Raises ApiError: a message is wrong (400).
     """
+    roles = [one.get("role") if isinstance(one, dict) else None for one in given]
+    newest = newest_message(roles)
+    reader = _BlockReader(left_out)
     messages: list[dict[str, Any]] = []
-    for index, message in enumerate(given):
+    for index, (message, role) in enumerate(zip(given, roles, strict=True)):
         path = f"messages.{index}"
-        role = message.get("role") if isinstance(message, dict) else None
         if role not in _ROLES:
             raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-        blocks = _blocks(message.get("content"), f"{path}.content")
+        path = f"{path}.content"
+        blocks = _blocks(message.get("content"), path)
         if role == "assistant":
-            messages.append(_assistant(blocks, f"{path}.content"))
+            messages.append(reader.assistant(blocks, path))
         else:
-            messages += _others(role, blocks, f"{path}.content")
+            messages += reader.others(role, blocks, path, is_new=index == newest)
     return messages
 
 
-def joined_blocks(content: Any, path: str) -> str:
-    """A text, or blocks of type text, each a paragraph."""
-    blocks = _blocks(content, path)
-    return PARAGRAPH.join(_text(one, f"{path}.{index}") for index, one in enumerate(blocks))
+def system_text(given: Any, left_out: list[str]) -> str:
+    """The text of ``system``, each of whose blocks is a paragraph.
 
+    A line about billing is left out. Prompts that begin with it would have no cached beginning in
+    common.
 
-def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+    Raises ApiError: it is no text and no list of blocks (400).
+    """
+    blocks = _blocks(given, "system")
+    reader = _BlockReader(left_out)
+    texts = []
     for index, block in enumerate(blocks):
-        place = f"{path}.{index}"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "thinking":
-            thoughts.append(text_field(block, "thinking", place))
-        elif kind == "tool_use":
-            if not isinstance(block.get("input"), dict):
-                raise invalid(f"{place}.input", "must be an object")
-            arguments = json.dumps(block["input"], ensure_ascii=False)
-            name = text_field(block, "name", place)
-            calls.append(function_call(text_field(block, "id", place), name, arguments))
-        elif kind != _UNREADABLE:
-            texts.append(_text(block, place))
-    return assistant_message(PARAGRAPH.join(texts), PARAGRAPH.join(thoughts), calls)
+        text = reader.text(block, f"system.{index}")
+        if text.startswith(_BILLING):
+            left_out.append(f"system.{index}")
+            _, _, text = text.partition("\n")
+        if text:
+            texts.append(text)
+    return PARAGRAPH.join(texts)
 
 
-def _others(role: str, blocks: list[Any], path: str) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    texts: list[str] = []  # since the last result of a tool
-    for index, block in enumerate(blocks):
-        place = f"{path}.{index}"
-        if not isinstance(block, dict) or block.get("type") != "tool_result":
-            texts.append(_text(block, place))
-            continue
-        if texts:
+class _BlockReader:
+    def __init__(self, left_out: list[str]) -> None:
+        self._left_out = left_out
+
+    def assistant(self, blocks: list[Any], path: str) -> dict[str, Any]:
+        texts, thoughts, calls = [], [], []
+        for index, block in enumerate(blocks):
+            place = f"{path}.{index}"
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind == "thinking":
+                thoughts.append(text_field(block, "thinking", place))
+            elif kind == "tool_use":
+                calls.append(_call(block, place))
+            elif text := self.text(block, place):
+                texts.append(text)
+        return assistant_message(PARAGRAPH.join(texts), PARAGRAPH.join(thoughts), calls)
+
+    def others(
+        self, role: str, blocks: list[Any], path: str, *, is_new: bool
+    ) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        texts: list[str] = []  # since the last result of a tool
+        for index, block in enumerate(blocks):
+            place = f"{path}.{index}"
+            if not isinstance(block, dict) or block.get("type") != "tool_result":
+                if is_new:
+                    check_is_text(_readable(block), place)
+                texts.append(self.text(block, place))
+                continue
+            if texts:
+                messages.append({"role": role, "content": PARAGRAPH.join(texts)})
+                texts = []
+            output = self._joined(block.get("content") or "", f"{place}.content")
+            messages.append(tool_message(text_field(block, "tool_use_id", place), output))
+        if texts or not blocks:
             messages.append({"role": role, "content": PARAGRAPH.join(texts)})
-            texts = []
-        output = joined_blocks(block.get("content") or "", f"{place}.content")
-        messages.append(tool_message(text_field(block, "tool_use_id", place), output))
-    if texts or not blocks:
-        messages.append({"role": role, "content": PARAGRAPH.join(texts)})
-    return messages
+        return messages
+
+    def text(self, block: Any, path: str) -> str:
+        """The text that the model gets for a block, which may be empty."""
+        block = _readable(block)
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str):
+            raise invalid(path, f"{got_type(block)}; must be a block with a type")
+        if kind == "text":
+            return text_field(block, "text", path)
+        if kind == "tool_reference":  # what a search for tools found; all tools are there anyway
+            return f"Tool: {text_field(block, 'tool_name', path)}"
+        self._left_out.append(path)
+        name = medium(block)
+        return "" if name is None else placeholder(name)
+
+    def _joined(self, content: Any, path: str) -> str:
+        blocks = enumerate(_blocks(content, path))
+        texts = [self.text(block, f"{path}.{index}") for index, block in blocks]
+        return PARAGRAPH.join(filter(None, texts))
+
+
+def _readable(block: Any) -> Any:
+    """A document of plain text as a block of text; other blocks as they are."""
+    match block:
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return {"type": "text", "text": text}
+    return block
+
+
+def _call(block: dict[str, Any], path: str) -> dict[str, Any]:
+    given = block.get("input")
+    if given in (None, ""):
+        given = {}
+    if not isinstance(given, dict):
+        raise invalid(f"{path}.input", "must be an object")
+    name, arguments = text_field(block, "name", path), json.dumps(given, ensure_ascii=False)
+    return function_call(text_field(block, "id", path), name, arguments)
 
 
 def _blocks(content: Any, path: str) -> list[Any]:
@@ -82,9 +150,3 @@ def _blocks(content: Any, path: str) -> list[Any]:
     if not isinstance(content, list):
         raise invalid(path, "must be text or a list of blocks")
     return content
-
-
-def _text(block: Any, path: str) -> str:
-    if not isinstance(block, dict) or block.get("type") != "text":
-        raise invalid(path, f"{got_type(block)}; not supported here; must be text")
-    return text_field(block, "text", path)

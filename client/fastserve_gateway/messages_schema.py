@@ -13,7 +13,6 @@ from fastserve_gateway.chat_conversion import (
     FieldNames,
     TemplateVariables,
     chat_request,
-    got_type,
     join_system,
     named_tool,
     served_tools,
@@ -24,7 +23,8 @@ from fastserve_gateway.chat_conversion import (
 from fastserve_gateway.chat_message import MAX_MESSAGES
 from fastserve_gateway.errors import invalid
 from fastserve_gateway.list_fields import StopSequencesField
-from fastserve_gateway.messages_input import conversation, joined_blocks
+from fastserve_gateway.message_parts import got_type
+from fastserve_gateway.messages_input import conversation, system_text
 from fastserve_gateway.schemas import ChatRequest, RequestBody, ServiceTier
 from fastserve_gateway.strict_fields import StrictFields
 from fastserve_gateway.tool_fields import MAX_TOOLS
@@ -80,10 +80,13 @@ class ConversationRequest(RequestBody):
     _chat: ChatRequest = PrivateAttr()
     _served: list[int] = PrivateAttr()
     """The places of the tools that the model gets to know."""
+    _left_out: list[str] = PrivateAttr()
+    """Paths of what of the conversation the model does not get."""
 
     @model_validator(mode="after")
     def _build_chat(self) -> ConversationRequest:
         self._served = served_tools(self.tools, (None, "custom"))
+        self._left_out = []
         self._chat = chat_request(self._chat_fields(), self._names)
         return self
 
@@ -100,12 +103,12 @@ class ConversationRequest(RequestBody):
         names = super().unknown_fields()
         for prefix, part in (("thinking", self.thinking), ("output_config", self.output_config)):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
-        names += unserved_tools(self.tools, self._served)
+        names += [*unserved_tools(self.tools, self._served), *self._left_out]
         return [*names, *map(self._names.of, self._chat.unknown_fields())]
 
     @property
     def _names(self) -> FieldNames:
-        return MESSAGES_FIELDS.with_tools(self._served)
+        return MESSAGES_FIELDS.with_tools([f"tools.{place}" for place in self._served])
 
     def read_elsewhere(self) -> Container[str]:
         return (*_HINTS, *FIELDS_OF_CHAT)
@@ -122,10 +125,10 @@ class ConversationRequest(RequestBody):
 
     def _chat_fields(self) -> dict[str, Any]:
         extra = self.model_extra or {}
-        messages = conversation(self.messages)
+        messages = conversation(self.messages, self._left_out)
         # The answer goes on with the last message if that is the assistant's.
         goes_on = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-        if self.system is not None and (text := joined_blocks(self.system, "system")):
+        if self.system is not None and (text := system_text(self.system, self._left_out)):
             messages.insert(0, {"role": "system", "content": text})
         return {
             "model": self.model,

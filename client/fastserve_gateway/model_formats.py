@@ -109,6 +109,9 @@ class ModelFormats:
         form = self._form(request)
         options = request.options()
         options.update(form.server_options())
+        if form.reasoning is not None and options.get("stop"):
+            opening = "" if form.is_opened else form.reasoning.open
+            options["stop_not_between"] = [opening, form.reasoning.close]
         if knows_tools(self.template) and _callable_tools(request):
             options["tools"] = _definitions(request)
         return options
@@ -190,6 +193,7 @@ class DescribedFormats:
     fleet: Fleet
     names: FormatNames
     _formats: ModelFormats | None = field(default=None, init=False)
+    _context_tokens: int = field(default=0, init=False)
     _asked_s: float = field(default=0.0, init=False)
 
     async def current(self) -> ModelFormats:
@@ -197,5 +201,11 @@ class DescribedFormats:
         if self._formats is None or time.monotonic() - self._asked_s > _KEPT_S:
             model = await self.fleet.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
             self._formats = ModelFormats.of(model.template_with_tools, self.names)
+            self._context_tokens = model.max_model_len
             self._asked_s = time.monotonic()
         return self._formats
+
+    async def context_tokens(self) -> int:
+        """The longest that prompt and answer may be together. Raises ClientError."""
+        await self.current()
+        return self._context_tokens

@@ -85,7 +85,7 @@ class RequestTraces:
             nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
-                span.add_event("response started")  # a stream's first token is there
+                span.add_event("response started")  # a stream's first token, or a ping
             else:
                 is_whole = not message.get("more_body", False)
             await send(message)

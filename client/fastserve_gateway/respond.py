@@ -31,7 +31,9 @@ from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.jobs import complete_all, stream_all
 from fastserve_gateway.messages_schema import ConversationRequest
 from fastserve_gateway.metrics import note_tenant
+from fastserve_gateway.pings import with_pings
 from fastserve_gateway.request_traces import note_model
+from fastserve_gateway.responses_schema import ResponsesRequest
 from fastserve_gateway.schemas import RequestBody
 from fastserve_gateway.served_models import ServedModel, find_model
 from fastserve_gateway.service import service_options
@@ -40,7 +42,7 @@ from fastserve_gateway.tokenization import TaskBody
 from fastserve_gateway.whole_response import WholeResponse
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
-TaskT = TypeVar("TaskT", bound=TaskBody | ConversationRequest)
+TaskT = TypeVar("TaskT", bound=TaskBody | ConversationRequest | ResponsesRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Responder:
         settings = self.settings
         note_tenant(request, caller.tenant)  # now, because the body may be refused
         body, run = await read_body(request, schema, settings.max_body_bytes, take, self.threads)
-        model = find_model(self.models, body.model)
+        model = find_model(self.models, body.model, settings.aliases)
         check_number_of_jobs(body, settings.max_jobs)
         note_model(body.model)
         if caller.tenant is None:
@@ -91,7 +93,7 @@ class Responder:
                 work = complete_all(model.fleet, jobs, lambda part: take(chunk_bytes(part)))
                 completions = await while_connected(request.receive, work)
                 return await self._written(answer, completions, headers)
-            # Only the first event decides the status.
+            # What comes first decides the status.
             chunks = stream_all(model.fleet, jobs)
             events = _events(answer, counted(chunks, take) if answer.is_held else chunks)
             first = await while_connected(request.receive, anext(events))
@@ -126,7 +128,7 @@ class Responder:
         """The response to a request that starts no job."""
         max_bytes = self.settings.max_body_bytes
         body, run = await read_body(request, schema, max_bytes, take, self.threads)
-        model = find_model(self.models, body.model)
+        model = find_model(self.models, body.model, self.settings.aliases)
         unknown = await run(body.unknown_fields)
         headers = ignored_fields(unknown, strict=self.settings.strict)
 
@@ -144,10 +146,10 @@ class Responder:
 async def _events(
     answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk], None]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of the answer. After the first one, no room for more of it (ApiError) is the last
-    event."""
+    """The events of the answer, with pings until they come. After the first of both, no room for
+    more of the answer (ApiError) is the last event."""
     has_begun = False
-    async with aclosing(answer.events(chunks)) as events:
+    async with aclosing(with_pings(answer.events(chunks), answer.ping)) as events:
         try:
             async for one in events:
                 has_begun = True

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastserve_gateway.errors import ApiError
 from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.model_formats import DescribedFormats
-from fastserve_gateway.response_store import ResponseStore, StoredResponse
+from fastserve_gateway.response_store import GONE, ResponseStore, StoredResponse
 from fastserve_gateway.responses_answer import ResponsesAnswer
 from fastserve_gateway.responses_schema import ResponsesRequest
+from fastserve_gateway.schemas import ChatRequest
+from fastserve_gateway.stored_items import StoredItems
 
-_REASON = "no such response; it was not stored, is deleted, or made room for others"
+_REASON = f"no such response; {GONE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a request is about, with what is stored of it."""
+
+    history: Sequence[Mapping[str, Any]]
+    """The messages of earlier responses."""
+    own: Sequence[Mapping[str, Any]]
+    """Those of the request's ``input``."""
+    chat: ChatRequest
+    session_id: str | None
+    """The session of the earlier responses."""
 
 
 class ResponseChains:
@@ -34,13 +50,11 @@ class ResponseChains:
         if not self._store.delete(self._tenant, response_id):
             raise ApiError(404, _REASON)
 
-    async def answer(
-        self, body: ResponsesRequest, formats: DescribedFormats, take: Take
-    ) -> ResponsesAnswer:
-        """The answer to a request. It is stored when it is whole, if that is wanted.
+    def conversation(self, body: ResponsesRequest, take: Take) -> Conversation:
+        """The conversation of a request.
 
-        Raises ApiError: the response that it continues is not there (404), or there is no room for
-        its conversation (429). ClientError: the server does not describe its model.
+        Raises ApiError: the response that it continues is not there (404), an item that it refers
+        to is not (400), or there is no room for them (429).
         """
         history: Sequence[Mapping[str, Any]] = ()
         session_id = None
@@ -54,19 +68,32 @@ class ResponseChains:
                     code="previous_response_not_found",
                 )
             take(earlier.num_bytes)
-            history, session_id = earlier.messages, earlier.session_id
+            history, session_id = earlier.conversation
+
+        own = body.input_messages(StoredItems(self._store, self._tenant, take).find)
+        return Conversation(history, own, body.chat(history, own), session_id)
+
+    async def answer(
+        self, body: ResponsesRequest, formats: DescribedFormats, take: Take
+    ) -> ResponsesAnswer:
+        """The answer to a request. It is stored when it is whole, if that is wanted.
+
+        Raises ApiError: as ``conversation`` does. ClientError: the server does not describe its
+        model.
+        """
+        found = self.conversation(body, take)
 
         def keep(
             response: Mapping[str, Any], message: Mapping[str, Any], session_id: str | None
         ) -> bool:
-            messages = [*history, *body.input_messages(), message]
+            messages = [*found.history, *found.own, message]
             return self._store.put(self._tenant, response, messages, session_id)
 
         stores = self._store.is_on and body.store is not False
         return ResponsesAnswer(
             body,
-            body.chat(history),
+            found.chat,
             await formats.current(),
-            session_id,
+            found.session_id,
             keep if stores else None,
         )

@@ -10,18 +10,36 @@ from typing import Any
 
 from fastserve_gateway.shares import Shares
 
+GONE = "it was not stored, is deleted, or made room for others"
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    response: Mapping[str, Any]
-    """As it was sent."""
-    messages: Sequence[Mapping[str, Any]]
-    """The conversation up to and with the response, without instructions: they go with one request
-    only."""
-    session_id: str | None
-    """The session of the conversation."""
-    num_bytes: int
-    """As JSON."""
+    """A response as JSON, which takes a fraction of the memory of its values."""
+
+    response_json: bytes
+    conversation_json: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response_json) + len(self.conversation_json)
+
+    @property
+    def num_response_bytes(self) -> int:
+        return len(self.response_json)
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """As it was sent."""
+        response: dict[str, Any] = json.loads(self.response_json)
+        return response
+
+    @property
+    def conversation(self) -> tuple[list[dict[str, Any]], str | None]:
+        """The messages up to and with the response, and their session. There are no instructions:
+        they go with one request only."""
+        messages, session_id = json.loads(self.conversation_json)
+        return messages, session_id
 
 
 class ResponseStore:
@@ -44,8 +62,8 @@ class ResponseStore:
     ) -> None:
         self._max_bytes = max_bytes
         self._shares = Shares(max_bytes, are_divided=is_shared, weights=weights)
-        self._stored: dict[str | None, OrderedDict[str, bytes]] = {}
-        """By tenant and id. JSON takes a fraction of the memory of the values."""
+        self._stored: dict[str | None, OrderedDict[str, StoredResponse]] = {}
+        """By tenant and id."""
 
     @property
     def is_on(self) -> bool:
@@ -59,33 +77,34 @@ class ResponseStore:
         session_id: str | None,
     ) -> bool:
         """Returns whether it keeps the response, which may be larger than the tenant's share."""
-        values = [response, messages, session_id]
-        text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) > self._shares.most(tenant):
+        stored = StoredResponse(_to_json(response), _to_json([messages, session_id]))
+        if stored.num_bytes > self._shares.most(tenant):
             return False
-        while not self._shares.allows(tenant, len(text)):
+        while not self._shares.allows(tenant, stored.num_bytes):
             self.delete(tenant, next(iter(self._stored[tenant])))
-        self._shares.add(tenant, len(text))
-        self._stored.setdefault(tenant, OrderedDict())[response["id"]] = text
+        self._shares.add(tenant, stored.num_bytes)
+        self._stored.setdefault(tenant, OrderedDict())[response["id"]] = stored
         return True
 
     def get(self, tenant: str | None, response_id: str) -> StoredResponse | None:
         """``None``: it is not there, or is another tenant's."""
         own = self._stored.get(tenant, OrderedDict())
-        text = own.get(response_id)
-        if text is None:
-            return None
-        own.move_to_end(response_id)
-        response, messages, session_id = json.loads(text)
-        return StoredResponse(response, messages, session_id, len(text))
+        stored = own.get(response_id)
+        if stored is not None:
+            own.move_to_end(response_id)
+        return stored
 
     def delete(self, tenant: str | None, response_id: str) -> bool:
         """Returns whether it was there."""
         own = self._stored.get(tenant, OrderedDict())
-        text = own.pop(response_id, None)
-        if text is None:
+        stored = own.pop(response_id, None)
+        if stored is None:
             return False
-        self._shares.remove(tenant, len(text))
+        self._shares.remove(tenant, stored.num_bytes)
         if not own:
             del self._stored[tenant]
         return True
+
+
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +17,12 @@ from fastserve_gateway.errors import ApiError
 from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.model_formats import ModelFormats
 from fastserve_gateway.responses_schema import RESPONSES_FIELDS, ResponsesRequest
+from fastserve_gateway.responses_tools import NamedTool, custom_input
 from fastserve_gateway.schemas import ChatRequest
+from fastserve_gateway.stored_items import item_id, new_response_id
 
 _ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_CUSTOM_PREFIX = "ctc"
 
 OnResponse = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], bool]
 """Called with a whole response, with it as a message of a conversation, and with the session of
@@ -48,11 +50,10 @@ class ResponsesAnswer(BlockAnswer):
     ) -> None:
         super().__init__(chat, formats, RESPONSES_FIELDS, request.template_variables())
         self._request = request
-        self._id = _new_id("resp")
+        self._id = new_response_id()
         self._session_id = session_id
         self._on_response = on_response
         self._created = int(time.time())
-        self._item_ids: list[str] = []
         self._num_events = 0
         self._num_placed = 0
         """Log-probabilities that are in blocks."""
@@ -88,7 +89,8 @@ class ResponsesAnswer(BlockAnswer):
     def delta_events(self, block: Block, text: str) -> Iterator[bytes]:
         place = self._place(block)
         if block.kind == "call":
-            yield self._event("response.function_call_arguments.delta", **place, delta=text)
+            if not self._is_custom(block):  # whose input is inside the JSON that comes here
+                yield self._event("response.function_call_arguments.delta", **place, delta=text)
         elif block.kind == "reasoning":
             yield self._event("response.reasoning_text.delta", **place, delta=text)
         else:
@@ -99,7 +101,11 @@ class ResponsesAnswer(BlockAnswer):
 
     def end_events(self, block: Block) -> Iterator[bytes]:
         place, text = self._place(block), block.text
-        if block.kind == "call":
+        if self._is_custom(block):
+            given = custom_input(text)
+            yield self._event("response.custom_tool_call_input.delta", **place, delta=given)
+            yield self._event("response.custom_tool_call_input.done", **place, input=given)
+        elif block.kind == "call":
             yield self._event("response.function_call_arguments.done", **place, arguments=text)
         else:
             if block.kind == "reasoning":
@@ -193,13 +199,25 @@ class ResponsesAnswer(BlockAnswer):
             return item | {"type": "reasoning", "summary": [], "content": [_part(block)]}
         if block.kind == "text":
             return item | {"type": "message", "role": "assistant", "content": [_part(block)]}
+        called = self._called(block)
         assert block.call is not None
-        return item | {
-            "type": "function_call",
-            "call_id": block.call.id,
-            "name": block.call.name,
-            "arguments": block.text,
-        }
+        assert called is not None
+        item |= {"call_id": block.call.id, "name": called.name}
+        if called.namespace is not None:
+            item["namespace"] = called.namespace
+        if called.is_custom:
+            return item | {"type": "custom_tool_call", "input": custom_input(block.text)}
+        return item | {"type": "function_call", "arguments": block.text}
+
+    def _called(self, block: Block) -> NamedTool | None:
+        """The tool that the block calls; None: it is no call."""
+        if block.call is None:
+            return None
+        return self._request.response_tools.called(block.call.name)
+
+    def _is_custom(self, block: Block) -> bool:
+        called = self._called(block)
+        return called is not None and called.is_custom
 
     def _status(self, block: Block) -> str:
         """Of an item that gets no more text. A stop word may have cut off a call."""
@@ -208,9 +226,8 @@ class ResponsesAnswer(BlockAnswer):
         return "incomplete" if is_cut_off or is_half else "completed"
 
     def _item_id(self, block: Block) -> str:
-        if block.index == len(self._item_ids):
-            self._item_ids.append(_new_id(_ID_PREFIXES[block.kind]))
-        return self._item_ids[block.index]
+        prefix = _CUSTOM_PREFIX if self._is_custom(block) else _ID_PREFIXES[block.kind]
+        return item_id(prefix, self._id, block.index)
 
     def _place(self, block: Block) -> dict[str, Any]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
@@ -239,10 +256,6 @@ class ResponsesAnswer(BlockAnswer):
             if block.call is not None and block.arguments() is not None
         ]
         return assistant_message(texts["text"], texts["reasoning"], calls)
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def _part(block: Block) -> dict[str, Any]:

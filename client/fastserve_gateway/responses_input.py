@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastserve_chat.call_messages import assistant_message, function_call, tool_message
 
-from fastserve_gateway.chat_conversion import got_type, text_field
+from fastserve_gateway.chat_conversion import text_field
 from fastserve_gateway.chat_message import MAX_MESSAGES
+from fastserve_gateway.compaction import summary_message, summary_of
 from fastserve_gateway.errors import invalid
+from fastserve_gateway.message_parts import (
+    check_is_text,
+    got_type,
+    medium,
+    newest_message,
+    placeholder,
+)
+from fastserve_gateway.responses_tools import custom_arguments, function_name
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _ROLES = ("user", "assistant", "system", "developer")
+_REFERENCE = "item_reference"
+
+FindItem = Callable[[str, str], Mapping[str, Any]]
+"""Returns the stored item with an id, for the item at a path. Raises ApiError (400)."""
 
 
-def input_messages(given: Any) -> list[dict[str, Any]]:
+def has_references(given: Any) -> bool:
+    """Whether items of ``input`` stand for stored ones."""
+    return isinstance(given, list) and any(map(_is_reference, given))
+
+
+def input_messages(
+    given: Any, left_out: list[str], find_item: FindItem | None = None
+) -> list[dict[str, Any]]:
     """The messages of ``input``: text of the user, or items.
 
     Reasoning, a text and calls that follow one another are one message of the assistant.
 
-    Raises ApiError: an item is wrong or not supported (400).
+    Args:
+        left_out: gets the paths of what the model does not get.
+        find_item: None: stored items are not looked up, and count as empty messages.
+
+    Raises ApiError: an item is wrong, or refers to an item that is not stored (400).
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -29,63 +54,130 @@ def input_messages(given: Any) -> list[dict[str, Any]]:
         raise invalid("input", f"got {len(given)} items; at most {MAX_MESSAGES} are allowed")
     if not all(isinstance(item, dict) for item in given):
         raise invalid("input", "must be text or a list of items")
-    messages: list[dict[str, Any]] = []
+    reader = _ItemReader(left_out, newest_message([_role(item) for item in given]))
     for index, item in enumerate(given):
-        _add_item(messages, item, f"input.{index}")
-    return messages
+        path = f"input.{index}"
+        if not _is_reference(item):
+            reader.add(item, index, path)
+        elif find_item is None:
+            text_field(item, "id", path)
+            reader.messages.append(assistant_message(""))
+        else:
+            reader.add(find_item(text_field(item, "id", path), path), index, path)
+    return reader.messages
 
 
-def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], path: str) -> None:
-    kind = item.get("type", "message" if "role" in item else None)
+def _is_reference(item: Any) -> bool:
+    if not isinstance(item, dict):
+        return False
+    # The type may be left out: no other item has an id alone.
+    return item.get("type", _REFERENCE if item.keys() == {"id"} else None) == _REFERENCE
+
+
+def _role(item: Mapping[str, Any]) -> Any:
+    """Whose words the item has."""
+    kind = item.get("type", "message")
     if kind == "message":
+        return item.get("role")
+    is_output = isinstance(kind, str) and kind.endswith("_output")
+    return "tool" if is_output else "assistant"
+
+
+class _ItemReader:
+    """Collects the messages of items.
+
+    Args:
+        newest: the place of the item that is the user's newest message.
+    """
+
+    def __init__(self, left_out: list[str], newest: int | None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._left_out = left_out
+        self._newest = newest
+
+    def add(self, item: Mapping[str, Any], index: int, path: str) -> None:
+        kind = item.get("type", "message" if "role" in item else None)
+        match kind:
+            case "message":
+                self._add_message(item, path, is_new=index == self._newest)
+            case "reasoning":
+                self._add_reasoning(item, path)
+            case "function_call":
+                arguments = item.get("arguments")
+                text = text_field(item, "arguments", path) if arguments else "{}"
+                self._add_call(item, text, path)
+            case "custom_tool_call":
+                self._add_call(item, custom_arguments(text_field(item, "input", path)), path)
+            case "function_call_output" | "custom_tool_call_output":
+                output = self._text(item.get("output") or "", f"{path}.output")
+                self.messages.append(tool_message(text_field(item, "call_id", path), output))
+            case "compaction" | "compaction_summary":
+                summary = summary_of(item)
+                if summary is None:
+                    self._left_out.append(f"{path}.encrypted_content")
+                else:
+                    self.messages.append(summary_message(summary))
+            case str():  # of tools that the API's own servers run, for example
+                self._left_out.append(path)
+            case _:
+                raise invalid(path, f"{got_type(item)}; must have a type or a role")
+
+    def _add_message(self, item: Mapping[str, Any], path: str, *, is_new: bool) -> None:
         role = item.get("role")
         if role not in _ROLES:
             raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-        text = _text(item.get("content"), f"{path}.content")
+        content = item.get("content")
+        if content is None and role == "assistant":
+            content = ""
+        text = self._text(content, f"{path}.content", is_new=is_new)
         if role != "assistant":
             role = "system" if role == "developer" else role
-            messages.append({"role": role, "content": text})
-        elif not _continues(messages) or messages[-1]["content"] or "tool_calls" in messages[-1]:
-            messages.append(assistant_message(text))
+            self.messages.append({"role": role, "content": text})
+        elif not self._continues() or self.messages[-1]["content"] or self._has_calls():
+            self.messages.append(assistant_message(text))
         else:
-            messages[-1]["content"] = text
-    elif kind == "reasoning":
+            self.messages[-1]["content"] = text
+
+    def _add_reasoning(self, item: Mapping[str, Any], path: str) -> None:
         # The summary is there for people; it stands in where the text is missing.
-        parts = item.get("content") or item.get("summary") or ""
         field = "content" if item.get("content") else "summary"
-        if reasoning := _text(parts, f"{path}.{field}"):
-            messages.append(assistant_message("", reasoning))
-    elif kind == "function_call":
-        values = [text_field(item, name, path) for name in ("call_id", "name", "arguments")]
-        if not _continues(messages):
-            messages.append(assistant_message(""))
-        messages[-1].setdefault("tool_calls", []).append(function_call(*values))
-    elif kind == "function_call_output":
-        output = _text(item.get("output"), f"{path}.output")
-        messages.append(tool_message(text_field(item, "call_id", path), output))
-    else:
-        raise invalid(
-            path,
-            f"{got_type(item)}; not supported; there are message, function_call, "
-            "function_call_output and reasoning",
-        )
+        if reasoning := self._text(item.get(field) or "", f"{path}.{field}"):
+            self.messages.append(assistant_message("", reasoning))
+        elif item.get("encrypted_content"):  # another service's
+            self._left_out.append(f"{path}.encrypted_content")
 
+    def _add_call(self, item: Mapping[str, Any], arguments: str, path: str) -> None:
+        call_id, name = (text_field(item, field, path) for field in ("call_id", "name"))
+        namespace = item.get("namespace")
+        name = function_name(name, namespace if isinstance(namespace, str) else None)
+        if not self._continues():
+            self.messages.append(assistant_message(""))
+        call = function_call(call_id, name, arguments)
+        self.messages[-1].setdefault("tool_calls", []).append(call)
 
-def _continues(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last message is the assistant's, so that its turn may go on."""
-    return bool(messages) and messages[-1]["role"] == "assistant"
+    def _continues(self) -> bool:
+        """Whether the last message is the assistant's, so that its turn may go on."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
+    def _has_calls(self) -> bool:
+        return "tool_calls" in self.messages[-1]
 
-def _text(content: Any, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(path, "must be text or a list of parts")
-    texts = []
-    for index, part in enumerate(content):
+    def _text(self, content: Any, path: str, *, is_new: bool = False) -> str:
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise invalid(path, "must be text or a list of parts")
+        parts = enumerate(content)
+        return "".join(self._part(part, f"{path}.{index}", is_new) for index, part in parts)
+
+    def _part(self, part: Any, path: str, is_new: bool) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind else None
-        if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
-            raise invalid(f"{path}.{index}", f"{got_type(part)}; not supported; must be text")
-        texts.append(text)
-    return "".join(texts)
+        if not isinstance(kind, str):
+            raise invalid(path, f"{got_type(part)}; must be a part with a type")
+        if kind in (*_TEXTS, "refusal"):
+            return text_field(part, "refusal" if kind == "refusal" else "text", path)
+        if is_new:
+            check_is_text(part, path)
+        self._left_out.append(path)
+        name = medium(part)
+        return "" if name is None else placeholder(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+from fastserve_client import protocol
 from pydantic import Field, PrivateAttr, model_validator
 
 from fastserve_gateway.chat_conversion import (
@@ -12,18 +13,17 @@ from fastserve_gateway.chat_conversion import (
     FieldNames,
     TemplateVariables,
     chat_request,
-    got_type,
     join_system,
     named_tool,
-    served_tools,
     thinking_variables,
-    unserved_tools,
     with_variables,
 )
 from fastserve_gateway.errors import invalid
 from fastserve_gateway.json_size import check_field_size
 from fastserve_gateway.list_fields import IncludedField, MetadataField
-from fastserve_gateway.responses_input import input_messages
+from fastserve_gateway.message_parts import got_type
+from fastserve_gateway.responses_input import FindItem, has_references, input_messages
+from fastserve_gateway.responses_tools import ResponsesTools, function_name
 from fastserve_gateway.schemas import ChatRequest, RequestBody
 from fastserve_gateway.strict_fields import StrictFields
 from fastserve_gateway.tool_fields import MAX_TOOLS
@@ -83,8 +83,11 @@ class ResponsesRequest(RequestBody):
     user: Annotated[str, Field(max_length=_MAX_USER_CHARS)] | None = None
 
     _chat: ChatRequest = PrivateAttr()
-    _served: list[int] = PrivateAttr()
-    """The places of the tools that the model gets to know."""
+    _tools: ResponsesTools = PrivateAttr()
+    _own: list[dict[str, Any]] = PrivateAttr()
+    """The messages of ``input``, as far as it has them itself."""
+    _left_out: list[str] = PrivateAttr()
+    """Paths of what of ``input`` the model does not get."""
 
     @model_validator(mode="after")
     def _build_chat(self) -> ResponsesRequest:
@@ -96,12 +99,14 @@ class ResponsesRequest(RequestBody):
             _check_returned(name, value.format if isinstance(value, TextConfig) else value)
         effort = self.reasoning and self.reasoning.effort
         wants_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
-        self._served = served_tools(self.tools, ("function",))
+        self._tools = ResponsesTools(self.tools or ())
+        self._left_out = []
+        self._own = input_messages(self.input, self._left_out)
         fields = {
             "model": self.model,
             "stream": self.stream,
-            "messages": self._messages(()),
-            "tools": self.tools and [_chat_tool(self.tools[place]) for place in self._served],
+            "messages": self._messages((), self._own),
+            "tools": self.tools and self._tools.functions,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text and _response_format(self.text.format),
@@ -120,15 +125,35 @@ class ResponsesRequest(RequestBody):
         self._chat = chat_request(fields, self._names)
         return self
 
-    def chat(self, history: Sequence[Mapping[str, Any]]) -> ChatRequest:
-        """The chat completion that it asks for, behind the messages of earlier responses."""
-        if not history:
-            return self._chat
-        return self._chat.model_copy(update={"messages": self._messages(history)})
+    @property
+    def response_tools(self) -> ResponsesTools:
+        return self._tools
 
-    def input_messages(self) -> list[dict[str, Any]]:
-        """The messages of ``input``."""
-        return input_messages(self.input)
+    def chat(
+        self,
+        history: Sequence[Mapping[str, Any]],
+        own: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ChatRequest:
+        """The chat completion that it asks for.
+
+        Args:
+            history: the messages of earlier responses.
+            own: those of ``input``; None: it refers to none of these responses.
+        """
+        own = self._own if own is None else own
+        if not history and own is self._own:
+            return self._chat
+        return self._chat.model_copy(update={"messages": self._messages(history, own)})
+
+    def input_messages(self, find_item: FindItem) -> list[dict[str, Any]]:
+        """The messages of ``input``. Raises ApiError: ``find_item`` does."""
+        if not has_references(self.input):
+            return self._own
+        return input_messages(self.input, [], find_item)
+
+    def field_names(self) -> dict[str, str]:
+        """See ``TaskBody``: counting tokens is no job."""
+        return {protocol.TEXT_INPUT: "input"}
 
     def unknown_fields(self) -> list[str]:
         names = super().unknown_fields()
@@ -136,12 +161,12 @@ class ResponsesRequest(RequestBody):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
         if self.truncation == "auto":
             names.append("truncation")
-        names += unserved_tools(self.tools, self._served)
+        names += [*self._tools.left_out, *self._left_out]
         return [*names, *map(self._names.of, self._chat.unknown_fields())]
 
     @property
     def _names(self) -> FieldNames:
-        return RESPONSES_FIELDS.with_tools(self._served)
+        return RESPONSES_FIELDS.with_tools(self._tools.paths)
 
     def read_elsewhere(self) -> Container[str]:
         return _FIELDS_OF_CHAT
@@ -151,9 +176,10 @@ class ResponsesRequest(RequestBody):
         names = (*thinking_variables(True), "reasoning_effort")
         return {"reasoning.effort": names} if effort else {}
 
-    def _messages(self, history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _messages(
+        self, history: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
         instructions = [{"role": "system", "content": self.instructions}]
-        own = self.input_messages()
         return join_system([*(instructions if self.instructions else ()), *history, *own])
 
 
@@ -165,17 +191,16 @@ def _check_returned(name: str, value: Any) -> None:
         raise invalid(name, str(error)) from None
 
 
-def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {name: value for name, value in tool.items() if name != "type"}
-    return {"type": tool.get("type"), "function": function}
-
-
 def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function":
-        raise invalid("tool_choice", f"{got_type(choice)}; not supported; must be 'function'")
-    return named_tool(choice)
+    if choice.get("type") not in ("function", "custom"):
+        allowed = "must be 'function' or 'custom'"
+        raise invalid("tool_choice", f"{got_type(choice)}; not supported; {allowed}")
+    namespace, chosen = choice.get("namespace"), named_tool(choice)
+    if isinstance(namespace, str):
+        chosen["function"]["name"] = function_name(choice["name"], namespace)
+    return chosen
 
 
 def _response_format(wanted: Mapping[str, Any] | None) -> dict[str, Any] | None:

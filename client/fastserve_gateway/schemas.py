@@ -10,12 +10,8 @@ from fastserve_client.options import Message, Prompt, RequestOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from pydantic import BeforeValidator, Field, model_validator
 
-from fastserve_gateway.chat_message import (
-    MAX_MESSAGES,
-    ChatMessage,
-    fill_content,
-    for_template,
-)
+from fastserve_gateway.chat_history import as_template_takes, check_newest
+from fastserve_gateway.chat_message import MAX_MESSAGES, ChatMessage, for_template
 from fastserve_gateway.json_size import check_field_size
 from fastserve_gateway.list_fields import (
     AllowedTokenIdsField,
@@ -351,8 +347,9 @@ class ChatRequest(_GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[
-        list[Annotated[ChatMessage, BeforeValidator(fill_content)]],
+        list[Annotated[ChatMessage, BeforeValidator(as_template_takes)]],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(check_newest),
     ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

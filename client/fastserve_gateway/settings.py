@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastserve_client.endpoint import Endpoint
@@ -31,6 +31,8 @@ class GatewaySettings:
     max_stored_bytes: int
     """The bytes of all stored responses; 0 stores none."""
     formats: FormatNames = field(default_factory=FormatNames)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of models in the API. ``*`` stands for all other names."""
     share_kv: bool = False
     """True: tenants use each other's KV of equal beginnings of prompts, which usage then shows."""
 
@@ -44,6 +46,12 @@ class GatewaySettings:
         _refuse_twice("model", self.models)
         if "" in self.models:
             raise InvalidRequest("model: got an empty name; must be the model's name at Triton")
+        for alias, name in self.aliases.items():
+            if name not in self.models or alias in self.models or not alias:
+                raise InvalidRequest(
+                    f"alias: got {alias!r} for {name!r}; must be a name that no model has, and the "
+                    f"name of a model: {', '.join(self.models)}"
+                )
         # A tenant of the smallest weight has half of it at most.
         least = self.max_body_bytes * (2 if self.keys.are_of_tenants else 1)
         if self.max_held_bytes < least:

@@ -13,7 +13,8 @@ from fastserve_gateway.strict_fields import MAX_NAME_CHARS, StrictFields, unknow
 MAX_TOOLS = 128
 """OpenAI's limit."""
 _CHOICES = ("auto", "none", "required")
-_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
+MAX_TOOL_NAME_CHARS = 128
+_NAME = rf"^[a-zA-Z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$"
 """Agents put the name of an MCP server before that of its tool."""
 _MAX_SHOWN_CHARS = 40
 _JSON_TYPES = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))

@@ -86,10 +86,10 @@ def test_a_tool_choice_that_asks_for_nothing_needs_no_tools() -> None:
 def test_tools_that_others_run_are_left_out_and_named() -> None:
     function = {"type": "function", "name": "f", "strength": 1}
     request = responses(
-        tools=[{"type": "web_search"}, {"type": "namespace", "tools": []}, function]
+        tools=[{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}, function]
     )
     assert [one.function.name for one in request.chat(()).tools or ()] == ["f"]
-    assert request.unknown_fields() == ["tools.0", "tools.1", "tools.2.strength"]
+    assert request.unknown_fields() == ["tools.0", "tools.2.strength"]
 
     tools = [
         {"type": "web_search_20250305", "name": "web_search"},
@@ -180,15 +180,18 @@ def test_reasoning_is_a_matter_of_the_template() -> None:
     [
         ({"input": 5}, "input: must be text or a list of items"),
         ({"input": []}, "input: "),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: got type 'item_reference'"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id: must be text"),
+        ({"input": [{"type": 5}]}, "input.0: got no type; must have a type or a role"),
         ({"input": [{"role": "critic", "content": "x"}]}, "input.0.role: must be one of user"),
         ({"input": [{"role": "user"}]}, "input.0.content: must be text or a list of parts"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.0.content.0: got type 'input_image'; not supported; must be text",
+            "input.0.content.0: got type 'input_image'; this model reads only text",
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input.0.call_id: must be text"),
-        ({"tools": [{"name": "f"}]}, "tools.0.type: got NoneType"),
+        ({"tools": [{"name": "f"}]}, "tools.0.type: must be text"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools.0.name: must be text"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools.0.tools: must be a list"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]},
             "tools.1.name: ",
@@ -337,14 +340,14 @@ def test_fields_of_messages() -> None:
         ({"messages": [{"role": "user"}]}, "messages.0.content: must be text or a list of blocks"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages.0.content.0: got type 'image'; not supported here; must be text",
+            "messages.0.content.0: got type 'image'; this model reads only text",
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]},
             "messages.0.content.0.input: must be an object",
         ),
         ({"system": 0}, "system: must be text or a list of blocks"),
-        ({"system": [{"type": "image"}]}, "system.0: got type 'image'"),
+        ({"system": [{}]}, "system.0: got no type; must be a block with a type"),
         ({"tools": [{"type": "bash_20250124"}, {"name": "f"}]}, "tools.1.input_schema: "),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: "),
         ({"tools": [{"name": "f", "input_schema": {"type": "list"}}]}, "tools.0.input_schema: "),

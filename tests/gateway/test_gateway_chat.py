@@ -177,7 +177,7 @@ def test_logprobs(client: OpenAI) -> None:
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [user(None)]}, "messages.0.content"),
         ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
-         "messages.0.content"),
+         "messages.0.content.0"),
         ({"messages": [user("word " * 1000)]}, "messages"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 500}, "max_completion_tokens"),

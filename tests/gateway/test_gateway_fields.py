@@ -420,8 +420,7 @@ def test_messages_of_assistants_that_call_tools() -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "assistant"}, "messages.0.content"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content"),
+        ({"role": "system"}, "messages.0.content"),
         ({"role": "user", "content": None, "tool_calls": [{}]}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content"),
         ({"role": "user", "content": ["secret"]}, "messages.0.content"),

@@ -91,8 +91,13 @@ def fragile_gateway(fragile_pair: Fragile) -> RunningGateway:
     return fragile_pair.pair()[1]
 
 
+def next_data(lines: Iterator[str]) -> str:
+    """The next line with an event. A stream may say before that it waits."""
+    return next(line for line in lines if line.startswith("data: "))
+
+
 class Begun:
-    """A stream whose first line has come."""
+    """A stream whose first event has come."""
 
     def __init__(self, url: str, **fields: object) -> None:
         self._http = httpx2.Client(timeout=DEADLINE_S)
@@ -101,7 +106,7 @@ class Begun:
         self.response = self._http.send(request, stream=True)
         assert self.response.status_code == 200
         self._lines = self.response.iter_lines()
-        next(self._lines)
+        next_data(self._lines)
 
     def rest(self) -> list[str]:
         """Reads the other lines that are not empty, to the end."""
@@ -268,7 +273,7 @@ def test_a_gateway_that_stands_still_for_a_while_loses_nothing(gateway: RunningG
     url = f"{gateway.api_url}/completions"
     with httpx2.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
         lines = response.iter_lines()
-        next(lines)
+        next_data(lines)
         gateway.process.send_signal(signal.SIGSTOP)
         time.sleep(STILL_S)
         gateway.process.send_signal(signal.SIGCONT)
@@ -315,7 +320,7 @@ def test_an_answer_outlives_the_signal_to_the_gateway(
             "POST", f"{gateway.api_url}/completions", json=body, timeout=DEADLINE_S
         ) as response:
             lines = response.iter_lines()
-            next(lines)
+            next_data(lines)
             gateway.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"

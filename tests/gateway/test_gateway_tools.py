@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import jsonschema
 import openai
 import pytest
 from anthropic import Anthropic
-from fastserve_backend.config import EngineConfig
 from openai import OpenAI
 from pydantic import BaseModel
-from running_gateway import COMMAND, START_TIMEOUT_S, RunningGateway, running_gateway
-from running_server import running_server
-from tiny_model import engine_options
-from tool_model import END_OF_THOUGHT, TOOL_CALLS, save_tool_model
+from running_gateway import COMMAND, START_TIMEOUT_S, RunningGateway
+from tool_model import END_OF_THOUGHT, TOOL_CALLS
 
 SCHEMA = {
     "type": "object",
@@ -43,15 +39,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    model = save_tool_model(tmp_path_factory.mktemp("model"))
-    settings = EngineConfig().with_keys(**engine_options(model))
-    logs = tmp_path_factory.mktemp("logs")
-    with (
-        running_server(settings, logs / "server.log") as server,
-        running_gateway(f"grpc://{server.endpoints.grpc_url}", logs / "gateway.log") as running,
-    ):
-        yield running
+def gateway(tool_gateway: RunningGateway) -> RunningGateway:
+    return tool_gateway
 
 
 def tool(function: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -300,3 +289,13 @@ def test_the_other_apis_have_the_same_parts(client: OpenAI, gateway: RunningGate
     # An estimate: how the answer is cut into chunks depends on the machine's load.
     thought = message.usage.output_tokens_details.thinking_tokens
     assert 0 < thought < message.usage.output_tokens
+
+
+def test_a_stop_word_counts_in_the_content_alone(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"logit_bias": {str(END_OF_THOUGHT): 3.0}, "max_tokens": 100}
+    whole = ask(client, **fields).choices[0].message
+    thought, word = whole.reasoning_content, whole.reasoning_content[:2]
+    assert len(word) == 2
+    stopped = ask(client, stop=[word], **fields).choices[0].message
+    assert stopped.reasoning_content == thought
+    assert stopped.content == whole.content.partition(word)[0].rstrip()

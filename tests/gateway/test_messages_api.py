@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -168,7 +169,6 @@ def test_a_schema(client: Anthropic) -> None:
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
             "output_config.format.schema",
         ),
-        ({"messages": [user("many words " * 2000)]}, "messages"),
     ],
 )
 def test_what_the_server_refuses_is_named(
@@ -178,6 +178,19 @@ def test_what_the_server_refuses_is_named(
         client.messages.create(**body(user(CAPITAL), **fields), stream=streams)
     assert raised.value.type == "invalid_request_error"
     assert raised.value.body["error"]["message"].startswith(f"{name}: got ")
+
+
+@pytest.mark.parametrize("num_words", [2000, 200_000])
+def test_a_prompt_that_is_too_long_has_anthropics_words(client: Anthropic, num_words: int) -> None:
+    """Claude Code compacts the conversation when it reads them."""
+    with pytest.raises(anthropic.BadRequestError) as raised:
+        client.messages.create(**body(user("many words " * num_words)))
+    assert raised.value.type == "invalid_request_error"
+    words = re.match(
+        r"prompt is too long: (\d+) tokens > (\d+) maximum", raised.value.body["error"]["message"]
+    )
+    assert words is not None
+    assert int(words[1]) > int(words[2]) > 0
 
 
 def test_a_client_that_goes_away_ends_its_job(

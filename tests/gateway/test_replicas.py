@@ -103,7 +103,9 @@ class Streams:
         body = {**self._fields, "prompt": f"{number} is a number"}
         last = ""
         with httpx2.stream("POST", url, json=body, timeout=REQUEST_TIMEOUT_S) as response:
-            for line in filter(None, response.iter_lines()):
+            for line in response.iter_lines():
+                if not line.startswith("data: "):
+                    continue
                 if not last:
                     with self._counting:
                         self.num_begun += 1

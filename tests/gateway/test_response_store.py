@@ -18,8 +18,8 @@ def test_a_response_comes_back() -> None:
     store.put("ann", response("a", "weit"), MESSAGES, "s")
     found = store.get("ann", "a")
     assert found is not None
-    assert (found.response, found.messages) == (response("a", "weit"), MESSAGES)
-    assert found.session_id == "s"
+    assert found.response == response("a", "weit")
+    assert found.conversation == (MESSAGES, "s")
     assert store.delete("ann", "a")
     assert store.get("ann", "a") is None
     assert not store.delete("ann", "a")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from fastserve_client.key_file import NamedKey
+from fastserve_client.model_description import ModelDescription
 from fastserve_gateway.auth import ApiKeys
 from fastserve_gateway.settings import GatewaySettings
 
@@ -51,6 +52,9 @@ class Pictures:
         await asyncio.sleep(0)
         self.num_shown += 1
         return PICTURE
+
+    async def describe(self, *, timeout_s: float) -> ModelDescription:
+        return ModelDescription(max_model_len=2048, chat_template=None)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         self.num_answers += 1

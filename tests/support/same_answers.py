@@ -19,6 +19,7 @@ from waiting import wait_for
 REQUEST_TIMEOUT_S = 240.0
 """For a whole answer, and for a stream that waits until its server is started again."""
 _DONE = "[DONE]"
+_PING = 'data: {"type":"ping"}'
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete")
 _CHANGING = {"id", "item_id", "call_id", "created_at", "completed_at", "sequence_number"}
 
@@ -64,7 +65,7 @@ class Asked:
         events: list[str] = []
         with httpx2.stream("POST", url, json=ask.body, timeout=REQUEST_TIMEOUT_S) as response:
             for line in response.iter_lines():
-                if not line.startswith("data: "):
+                if not line.startswith("data: ") or line == _PING:
                     continue
                 if not events:
                     with self._counting:

@@ -15,7 +15,12 @@ SPECIALS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
 TOOL_CALLS, _, _, END_OF_THOUGHT = range(NUM_BYTE_TOKENS, NUM_BYTE_TOKENS + len(SPECIALS))
 TEMPLATE = """\
 {%- if tools %}{{ tools | tojson }}{% endif %}
-{%- for message in messages %}{{ '\\n' + message.role + ': ' + message.content }}
+{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}
+{{- '\\n' + message.role }}
+{%- if message.reasoning_content %}{{ ' (' + message.reasoning_content + ')' }}{% endif %}
+{{- ': ' + message.content }}
 {%- for call in message.tool_calls or () %}
 {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}
 {%- if call.id | length != 9 %}{{ raise_exception('ids of calls have 9 letters') }}{% endif %}

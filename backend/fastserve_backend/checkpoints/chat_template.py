@@ -10,6 +10,7 @@ from typing import Any
 from fastserve_backend.checkpoints.chat_options import DEFAULT_CHAT, ChatOptions
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.limits import TEMPLATE_BYTES, check
+from fastserve_backend.checkpoints.system_messages import later_system_texts, placements
 from fastserve_backend.checkpoints.template_process import (
     RefusedByTemplate,
     TemplateLimitError,
@@ -43,6 +44,10 @@ _QUESTION, _ANSWER = "wolpertinger", "jackalope"
 class ChatTemplateError(FastServeError):
     """The template does not give a prompt: it refuses the messages, for example two of the user's
     in a row, or it exceeds a limit. The message says which."""
+
+
+class RefusedChatError(ChatTemplateError):
+    """The template itself refuses the messages."""
 
 
 class ChatTemplate:
@@ -119,16 +124,20 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> str:
         """The prompt after which the model answers.
 
+        System messages behind the first message that the template does not write are placed where
+        it takes them: see `system_messages`.
+
         Raises:
             ChatTemplateError: the template refuses the messages, or does not write the text of the
                 last one as it is, which is to be continued.
         """
         messages = [_as_templates_read(message) for message in messages]
         if not options.continue_final_message:
-            return self._render(messages, options)
+            return self._render_system(messages, options)
         last = messages[-1]
         final = last["content"]
-        text = self._render([*messages[:-1], {**last, "content": final + _END_MARK}], options)
+        marked = {**last, "content": final + _END_MARK}
+        text = self._render_system([*messages[:-1], marked], options)
         before, mark, behind = text.rpartition(_END_MARK.strip())
         if not mark or final.strip() not in text:
             raise ChatTemplateError(
@@ -156,6 +165,29 @@ class ChatTemplate:
         _, answer, behind = text.rpartition(_ANSWER)
         return behind if answer else ""
 
+    def _render_system(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """The first form of the conversation that the template writes with all system messages.
+
+        Raises ChatTemplateError: it exceeds a limit, or refuses all forms, with its words about the
+        given one.
+        """
+        texts = later_system_texts(messages)
+        if not texts:
+            return self._render(messages, options)
+        written, errors = [], []
+        for placed in placements(messages):
+            try:
+                text = self._render(placed, options)
+            except RefusedChatError as error:
+                errors.append(error)
+                continue
+            if all(one in text for one in texts):
+                return text
+            written.append(text)
+        if not written:
+            raise errors[0]
+        return written[0]  # it has the texts in another form, such as JSON
+
     def _render(self, messages: Sequence[Message], options: ChatOptions) -> str:
         source = self.tool_source if options.tools and self.tool_source else self.source
         variables = {
@@ -169,7 +201,7 @@ class ChatTemplate:
         try:
             return self._processes.render(self._name, source, json.dumps(variables))
         except RefusedByTemplate as error:
-            raise ChatTemplateError(f"the model's chat template refuses: {error}") from None
+            raise RefusedChatError(f"the model's chat template refuses: {error}") from None
         except TemplateLimitError as error:
             raise ChatTemplateError(str(error)) from None
         except (

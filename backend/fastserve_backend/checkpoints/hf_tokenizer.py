@@ -82,7 +82,7 @@ class HFTokenizer(Tokenizer):
     """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
     `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
-    `render_chat` its `apply_chat_template` with `tokenize=False` and the same options, with six
+    `render_chat` its `apply_chat_template` with `tokenize=False` and the same options, with seven
     differences:
 
     - Decoding SentencePiece keeps the space before a text, because the text continues a prompt.
@@ -96,6 +96,8 @@ class HFTokenizer(Tokenizer):
     - If tokenizer_config.json names no class, tokenizer.json is used as it is. Transformers 5
       chooses a class by the model.
     - An empty list of tools counts as none.
+    - System messages that the template does not write where they are come elsewhere: see
+      `system_messages`.
 
     Raises:
         ModelError: files are missing, damaged or unsupported.

@@ -229,6 +229,13 @@ def gateway(
             show_default=MODEL_NAME,
         ),
     ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=MODEL: another name of a model in requests; * is any other name. Can be "
+            "repeated.",
+        ),
+    ] = None,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
@@ -314,6 +321,7 @@ def gateway(
     settings = GatewaySettings(
         urls=url or [DEFAULT_URL],
         models=model or [MODEL_NAME],
+        aliases=_aliases(alias or []),
         keys=ApiKeys(
             _named_keys("api-keys-file", api_keys_file),
             most_urgent_priority,
@@ -329,6 +337,17 @@ def gateway(
         share_kv=share_kv,
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
+
+
+def _aliases(given: list[str]) -> dict[str, str]:
+    """Raises ConfigError: an alias names no model, or comes twice."""
+    aliases: dict[str, str] = {}
+    for one in given:
+        name, separator, model = one.partition("=")
+        if not separator or name in aliases:
+            raise ConfigError(f"alias: got {one!r}; must be NAME=MODEL, each NAME once")
+        aliases[name] = model
+    return aliases
 
 
 def _named_keys(flag: str, path: Path | None) -> list[NamedKey]:

@@ -96,7 +96,10 @@ class TextDelivery:
     def open_stream(self, job: Job) -> None:
         params = job.params
         text = self._texts[job] = TextStream(
-            self._tokenizer, params.stop, skip_special_tokens=params.skip_special_tokens
+            self._tokenizer,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            stop_not_between=params.stop_not_between,
         )
         text.resume(job.earlier_ids)
 

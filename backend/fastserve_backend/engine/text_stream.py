@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastserve_backend.checkpoints.tokenizer import Tokenizer
+from fastserve_backend.engine.unstopped_span import UnstoppedSpan
 from fastserve_backend.sampling_params import MAX_STOP_WORD_CHARS
 
 # Text is held back for the longest stop word at most, and a character has at most four tokens.
@@ -21,6 +22,7 @@ class TextStream:
     Args:
         stop_words: none of them empty.
         skip_special_tokens: False: a special token has its text, except where it ends the job.
+        stop_not_between: the marks of an ``UnstoppedSpan``; empty: there is none.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class TextStream:
         stop_words: Sequence[str],
         *,
         skip_special_tokens: bool = True,
+        stop_not_between: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = tokenizer.stream(skip_special_tokens=skip_special_tokens)
         self._skips_specials = skip_special_tokens
         self._held = ""
+        self._span = UnstoppedSpan(*stop_not_between) if stop_words and stop_not_between else None
         self._plain = _Search(stop_words) if stop_words else None
         specials = set(tokenizer.specials.values()) if stop_words else set()
         self._named = {one for one in specials if any(one in word for word in stop_words)}
@@ -46,8 +50,14 @@ class TextStream:
     def resume(self, token_ids: Sequence[int]) -> None:
         """The text goes on behind these tokens. The client has their text, but for what was held
         back. None of them completes a stop word that counts."""
-        for token_id in token_ids[-_RESUMED_TOKENS:]:
-            self._append(token_id, self._tokens.step(token_id), is_end=False)
+        num_skipped = max(0, len(token_ids) - _RESUMED_TOKENS)
+        # The marks of a span may be anywhere.
+        begin = num_skipped if self._span is None else 0
+        for index in range(begin, len(token_ids)):
+            piece = self._tokens.step(token_ids[index])
+            self._stop_counts(piece)
+            if index >= num_skipped:
+                self._append(token_ids[index], piece, is_end=False)
         if self._searches:
             length = max(search.find(may_stop=False)[1] for search in self._searches)
             self._held = self._held[len(self._held) - length :]
@@ -63,6 +73,7 @@ class TextStream:
         piece = "" if is_end else self._tokens.step(token_id)
         if self._plain is None:
             return piece, False
+        may_stop &= self._stop_counts(piece)
         self._append(token_id, piece, is_end=is_end)
         matches = [search.find(may_stop=may_stop) for search in self._searches]
         stops = any(is_whole for is_whole, _ in matches)
@@ -70,6 +81,10 @@ class TextStream:
         released = self._held[: len(self._held) - length]
         self._held = "" if stops else self._held[len(self._held) - length :]
         return released, stops
+
+    def _stop_counts(self, piece: str) -> bool:
+        """Whether stop words count in the next piece of the text."""
+        return self._span is None or self._span.append(piece)
 
     def _append(self, token_id: int, piece: str, *, is_end: bool) -> None:
         """Hold back the token's text, and let the searches have it."""

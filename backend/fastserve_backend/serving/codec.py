@@ -359,6 +359,7 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.STOP_TOKEN_IDS: to_token_ids,
     protocol.IGNORE_EOS: to_bool,
     protocol.SKIP_SPECIAL_TOKENS: to_bool,
+    protocol.STOP_NOT_BETWEEN: to_words,
     protocol.LOGIT_BIAS: to_logit_bias,
     protocol.ALLOWED_TOKEN_IDS: to_token_ids,
     protocol.BAD_WORDS: to_words,

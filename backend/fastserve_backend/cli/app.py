@@ -339,6 +339,24 @@ def gateway(
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
 
 
+@app.command()
+def launch(
+    agent: Annotated[Literal["claude", "codex", "opencode"], typer.Argument()],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS...", help="For the agent.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:9000",
+    model: Annotated[str, typer.Option(help="Name of the model at the gateway.")] = MODEL_NAME,
+) -> None:
+    """Start a coding agent against a running gateway. Its own configuration stays as it is.
+
+    If the gateway has keys, FASTSERVE_API_KEY must be one of them.
+    """
+    from fastserve_backend.cli.launch import launch_agent
+
+    launch_agent(agent, arguments or [], url, model)
+
+
 def _aliases(given: list[str]) -> dict[str, str]:
     """Raises ConfigError: an alias names no model, or comes twice."""
     aliases: dict[str, str] = {}

@@ -52,6 +52,8 @@ GRPC_CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "UNAVAILAB
 ENDS = ("response.completed", "response.incomplete", "message_stop")
 # Errors that belong to no field.
 OF_NO_PATH = ("Invalid HTTP request", "CONNECT")
+OF_PROMPT = "prompt is too long: "
+"""Words that clients of Anthropic's API look for."""
 OF_WHOLE_BODY = (
     "the body is not valid JSON",
     "the body must be",
@@ -200,6 +202,8 @@ def _is_named(error: dict[str, Any], request: HttpRequest) -> bool:
     """Whether the request has, or should have, the field ``param``."""
     if error["message"].startswith(OF_WHOLE_BODY):
         return error.get("param") is None
+    if "param" not in error and error["message"].startswith(OF_PROMPT):
+        return True
     # Anthropic's errors have no parameter, but their messages begin with it.
     named = error["param"] if "param" in error else error["message"].partition(": ")[0]
     if named is None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from fastserve_client.cancelling import cancel_all
 
-PING_S = 2.0
+PING_S = 5.0
 """Until a stream says that it waits, and between such words. Proxies wait for 30 s and more. What a
 server refuses it mostly refuses sooner, so that a refusal has a status of its own."""
 

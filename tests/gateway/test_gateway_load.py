@@ -260,7 +260,9 @@ async def test_refusals_of_several_answers(
         for stream in (False, True):
             body = {**LONG, "n": 8, "temperature": -1, "stream": stream}
             answers = await asyncio.gather(*(http.post(url, json=body) for _ in range(40)))
-            assert {answer.status_code for answer in answers} == {400}
+            for answer in answers:  # a stream that has waited for long says it in its last event
+                assert answer.status_code == 400 or (stream and "[DONE]" not in answer.text)
+                assert "temperature" in answer.text
     await asyncio.to_thread(wait_until_idle, fragile.endpoints)
 
 

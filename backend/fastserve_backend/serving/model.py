@@ -237,7 +237,8 @@ class ServedModel:
         encoder = ResponseEncoder(wanted, prompt, prompt_ids, self._wall_clock, engine.tokenizer)
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
         on_end = None if spans is None else spans.on_end
-        stream = ResponseStream(channel, emitter, encoder, interval, on_end)
+        tenant = wanted.service.tenant
+        stream = ResponseStream(channel, emitter, encoder, interval, tenant, on_end)
         params = wanted.params
         if wanted.clip_max_tokens:
             params = engine.checks.clip_max_tokens(prompt_ids, params)

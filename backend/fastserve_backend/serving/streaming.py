@@ -13,7 +13,6 @@ requests that watch the engine.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +24,7 @@ import triton_python_backend_utils as pb_utils
 
 from fastserve_backend.errors import OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.serving.outbox import Outbox
 from fastserve_backend.serving.responses import ResponseEncoder
 from fastserve_backend.serving.tensors import TensorMaker
 
@@ -130,7 +130,8 @@ class RequestStream(ABC):
     """One request. Subclasses have a ``push``, with which other threads hand over what to send. The
     emitter's thread calls all other methods."""
 
-    def __init__(self, channel: ResponseChannel, emitter: Emitter) -> None:
+    def __init__(self, channel: ResponseChannel, emitter: Emitter, tenant: str = "") -> None:
+        self.tenant = tenant
         self._channel = channel
         self._emitter = emitter
         self._queued = False
@@ -199,9 +200,10 @@ class ResponseStream(RequestStream):
         emitter: Emitter,
         encoder: ResponseEncoder,
         interval: int | None,
+        tenant: str = "",
         on_end: Callable[[JobOutput], None] | None = None,
     ) -> None:
-        super().__init__(channel, emitter)
+        super().__init__(channel, emitter, tenant)
         self._on_end = on_end
         self._pending: deque[JobOutput] = deque()
         self._encoder = encoder
@@ -280,7 +282,8 @@ class ResponseStream(RequestStream):
 
 
 class Emitter:
-    """A thread that sends the responses of its requests, and polls whether clients cancel them.
+    """A thread that sends the responses of its requests, tenants in turn, and polls whether clients
+    cancel them.
 
     It sleeps while nothing is pending and there is no request. Tokens of one request that arrive
     while the thread is busy with others are sent together.
@@ -295,7 +298,7 @@ class Emitter:
         self._on_end = on_end
         self.tensors = TensorMaker()
         """For this emitter's thread alone."""
-        self._inbox: queue.SimpleQueue[RequestStream | None] = queue.SimpleQueue()
+        self._outbox = Outbox[RequestStream]()
         self._active: set[RequestStream] = set()
         self._num_calls = 0
         self._is_calling = False
@@ -304,11 +307,11 @@ class Emitter:
 
     def wake(self, stream: RequestStream) -> None:
         """``stream`` has something to send. Thread-safe, returns at once."""
-        self._inbox.put(stream)
+        self._outbox.put(stream.tenant, stream)
 
     def close(self) -> None:
         """End the thread once all that was handed over is sent."""
-        self._inbox.put(None)
+        self._outbox.close()
         self._thread.join()
         self.tensors.forget()
 
@@ -323,21 +326,15 @@ class Emitter:
     def _run(self) -> None:
         next_round_s = 0.0
         unpolled: list[RequestStream] = []  # in the current round of polls
-        while True:
+        while not self._outbox.is_over:
             timeout_s = max(0.0, next_round_s - time.monotonic()) if self._active else None
-            try:
-                # Send all that waits, then do some polls only: with thousands of streams a whole
-                # round takes longer than tokens may wait.
-                for number in range(max(1, self._inbox.qsize())):
-                    stream = self._inbox.get(timeout=0.0 if number or unpolled else timeout_s)
-                    if stream is None:
-                        if self._inbox.empty():
-                            return
-                        self._inbox.put(None)  # behind streams that have more to send
-                        continue
-                    self._guarded(stream, stream.emit)
-            except queue.Empty:
-                pass
+            # Send all that waits, then do some polls only: with thousands of streams a whole round
+            # takes longer than tokens may wait.
+            for number in range(max(1, len(self._outbox))):
+                stream = self._outbox.take(0.0 if number or unpolled else timeout_s)
+                if stream is None:
+                    break
+                self._guarded(stream, stream.emit)
             if not unpolled and time.monotonic() >= next_round_s:
                 unpolled = list(self._active)
                 next_round_s = time.monotonic() + _POLL_INTERVAL_S

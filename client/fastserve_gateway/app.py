@@ -217,8 +217,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
             body: ResponsesRequest, model: ServedModel, run: RunWork
         ) -> dict[str, Any]:
             found = ResponseChains(store, caller.tenant).conversation(body, take)
-            formats = await model.formats.current()
-            tokens = await tokenize_chat(model.fleet, formats, found.chat, run)
+            tokens = await tokenize_chat(model.fleet, model.formats, found.chat, run)
             return {"object": "response.input_tokens", "input_tokens": tokens.count}
 
         return await responder().do_task(request, caller, take, ResponsesRequest, result_of)
@@ -254,8 +253,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
         async def result_of(
             body: ConversationRequest, model: ServedModel, run: RunWork
         ) -> dict[str, Any]:
-            formats = await model.formats.current()
-            tokens = await tokenize_chat(model.fleet, formats, body.chat, run)
+            tokens = await tokenize_chat(model.fleet, model.formats, body.chat, run)
             return {"input_tokens": tokens.count}
 
         return await responder().do_task(request, caller, take, ConversationRequest, result_of)

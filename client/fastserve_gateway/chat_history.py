@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastserve_gateway.message_parts import check_is_text, medium, newest_message, placeholder
+from fastserve_gateway.message_parts import (
+    MAX_TYPE_CHARS,
+    check_is_text,
+    newest_message,
+    placeholder,
+    type_of,
+)
 from fastserve_gateway.strict_fields import check_number_of_fields
 
 _REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
 """Names of reasoning, the first of which templates know."""
 _THOUGHTS = ("thinking", "reasoning")
 """Types of an assistant's parts."""
-_MAX_KIND_CHARS = 32
 
 
 def check_newest(messages: Any) -> Any:
@@ -60,16 +65,14 @@ def as_template_takes(message: Any) -> Any:
 
 
 def _text_part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind == "text":
+    kind = type_of(part)
+    if kind is None or kind == "text":
         return part
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
     if kind in _THOUGHTS:
         return {"type": "text", "text": ""}
-    name = medium(part)
-    text = "" if name is None else placeholder(name)
-    return {"type": "text", "text": text, kind[:_MAX_KIND_CHARS]: True}
+    return {"type": "text", "text": placeholder(part), kind[:MAX_TYPE_CHARS]: True}
 
 
 def _rename_reasoning(message: dict[str, Any], content: Any) -> None:
@@ -87,7 +90,7 @@ def _thoughts(content: Any) -> str:
     """The texts of parts of reasoning, as Mistral's API has them."""
     texts: list[Any] = []
     for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = type_of(part)
         if kind in _THOUGHTS:
             thought = part.get(kind) or part.get("text")
             inner = thought if isinstance(thought, list) else [{"text": thought}]

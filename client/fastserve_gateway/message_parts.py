@@ -14,34 +14,33 @@ _MEDIA = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 """What a part of each type is, in the APIs of OpenAI, Anthropic and vLLM."""
-_MAX_TYPE_CHARS = 32
+MAX_TYPE_CHARS = 32
+"""Of a type's name in words about it."""
+
+
+def type_of(item: Any) -> str | None:
+    """The type of an item, a part or a tool; None: it has none."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def got_type(item: Any) -> str:
     """Which kind of item or part it is, for a message; what it has may be a prompt."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    return f"got type {kind[:_MAX_TYPE_CHARS]!r}" if isinstance(kind, str) else "got no type"
+    kind = type_of(item)
+    return "got no type" if kind is None else f"got type {kind[:MAX_TYPE_CHARS]!r}"
 
 
-def medium(part: Any) -> str | None:
-    """What the part is, such as an image; None: something else."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return _MEDIA.get(kind) if isinstance(kind, str) else None
-
-
-def placeholder(name: str) -> str:
-    """The text in place of a part of the conversation's history.
-
-    Args:
-        name: what the part is.
-    """
-    return f"[{name} left out: this model reads only text]"
+def placeholder(part: Any) -> str:
+    """The text in place of a part of the conversation's history that is left out; empty if the
+    reader would miss nothing."""
+    name = _medium(part)
+    return "" if name is None else f"[{name} left out: this model reads only text]"
 
 
 def check_is_text(part: Any, path: str) -> None:
     """Raises ApiError: the part is no text (400). For the newest message of the user: an answer
     that does not know it would be about something else."""
-    if (name := medium(part)) is not None:
+    if (name := _medium(part)) is not None:
         remedy = f"this model reads only text; leave the {name} out, or send what it says as text"
         raise invalid(path, f"{got_type(part)}; {remedy}")
 
@@ -56,3 +55,8 @@ def newest_message(roles: Sequence[Any]) -> int | None:
         if roles[index] in ("user", "assistant"):
             return index if roles[index] == "user" else None
     return None
+
+
+def _medium(part: Any) -> str | None:
+    """What the part is, such as an image; None: something else."""
+    return _MEDIA.get(type_of(part) or "")

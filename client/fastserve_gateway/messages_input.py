@@ -12,9 +12,9 @@ from fastserve_gateway.errors import invalid
 from fastserve_gateway.message_parts import (
     check_is_text,
     got_type,
-    medium,
     newest_message,
     placeholder,
+    type_of,
 )
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -76,7 +76,7 @@ class _BlockReader:
         texts, thoughts, calls = [], [], []
         for index, block in enumerate(blocks):
             place = f"{path}.{index}"
-            kind = block.get("type") if isinstance(block, dict) else None
+            kind = type_of(block)
             if kind == "thinking":
                 thoughts.append(text_field(block, "thinking", place))
             elif kind == "tool_use":
@@ -92,7 +92,7 @@ class _BlockReader:
         texts: list[str] = []  # since the last result of a tool
         for index, block in enumerate(blocks):
             place = f"{path}.{index}"
-            if not isinstance(block, dict) or block.get("type") != "tool_result":
+            if type_of(block) != "tool_result":
                 if is_new:
                     check_is_text(_readable(block), place)
                 texts.append(self.text(block, place))
@@ -109,16 +109,15 @@ class _BlockReader:
     def text(self, block: Any, path: str) -> str:
         """The text that the model gets for a block, which may be empty."""
         block = _readable(block)
-        kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str):
+        kind = type_of(block)
+        if kind is None:
             raise invalid(path, f"{got_type(block)}; must be a block with a type")
         if kind == "text":
             return text_field(block, "text", path)
         if kind == "tool_reference":  # what a search for tools found; all tools are there anyway
             return f"Tool: {text_field(block, 'tool_name', path)}"
         self._left_out.append(path)
-        name = medium(block)
-        return "" if name is None else placeholder(name)
+        return placeholder(block)
 
     def _joined(self, content: Any, path: str) -> str:
         blocks = enumerate(_blocks(content, path))

@@ -14,9 +14,9 @@ from fastserve_gateway.errors import invalid
 from fastserve_gateway.message_parts import (
     check_is_text,
     got_type,
-    medium,
     newest_message,
     placeholder,
+    type_of,
 )
 from fastserve_gateway.responses_tools import custom_arguments, function_name
 
@@ -171,13 +171,12 @@ class _ItemReader:
         return "".join(self._part(part, f"{path}.{index}", is_new) for index, part in parts)
 
     def _part(self, part: Any, path: str, is_new: bool) -> str:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
+        kind = type_of(part)
+        if kind is None:
             raise invalid(path, f"{got_type(part)}; must be a part with a type")
         if kind in (*_TEXTS, "refusal"):
             return text_field(part, "refusal" if kind == "refusal" else "text", path)
         if is_new:
             check_is_text(part, path)
         self._left_out.append(path)
-        name = medium(part)
-        return "" if name is None else placeholder(name)
+        return placeholder(part)

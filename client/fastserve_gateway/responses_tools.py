@@ -12,6 +12,7 @@ from fastserve_chat.written_calls import read_arguments
 
 from fastserve_gateway.chat_conversion import text_field
 from fastserve_gateway.errors import invalid
+from fastserve_gateway.message_parts import type_of
 from fastserve_gateway.tool_fields import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
 _INPUT = "input"
@@ -55,8 +56,8 @@ class ResponsesTools:
         return self._by_name.get(function) or NamedTool(function)
 
     def _add(self, tool: Any, path: str, namespace: str | None) -> None:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if not isinstance(kind, str):
+        kind = type_of(tool)
+        if kind is None:
             raise invalid(f"{path}.type", "must be text")
         if kind == "namespace" and namespace is None:
             self._add_namespace(tool, path)

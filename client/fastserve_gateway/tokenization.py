@@ -15,7 +15,7 @@ from fastserve_gateway.chat_message import MAX_MESSAGES
 from fastserve_gateway.fleet.fleet import Fleet
 from fastserve_gateway.jobs import encoded_prompts
 from fastserve_gateway.list_fields import TokensField
-from fastserve_gateway.model_formats import DescribedFormats, ModelFormats
+from fastserve_gateway.model_formats import DescribedFormats
 from fastserve_gateway.schemas import ChatRequest
 from fastserve_gateway.strict_fields import Body
 from fastserve_gateway.tool_fields import MAX_TOOLS
@@ -80,7 +80,7 @@ class DetokenizeRequest(TaskBody):
 
 async def tokenize_chat(
     fleet: Fleet,
-    formats: ModelFormats,
+    described: DescribedFormats,
     request: ChatRequest,
     run: RunWork,
     *,
@@ -94,6 +94,7 @@ async def tokenize_chat(
 
     Raises ApiError, ClientError.
     """
+    formats = await described.current()
     (messages,) = await run(lambda: encoded_prompts(formats.prompts(request)))
     options = await run(lambda: formats.options(request))
     chosen = {name: options.get(name) for name in protocol.CHAT_OPTIONS}
@@ -119,7 +120,7 @@ async def tokenize_result(
     else:
         found = await tokenize_chat(
             fleet,
-            await formats.current(),
+            formats,
             body.chat,
             run,
             add_special_tokens=add_special_tokens,

@@ -18,7 +18,7 @@ class Outbox(Generic[_Item]):
         self._lock = threading.Lock()  # guards the next two
         self._of_tenant: dict[str, deque[_Item]] = {}  # none of them empty
         self._turns: deque[str] = deque()
-        # True for each item, and False for the end. (A Condition costs a tenth of all responses.)
+        # True for each item, and False for the end. (A Condition costs 8% of all responses.)
         self._arrivals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_closed = False
 

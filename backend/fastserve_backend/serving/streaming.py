@@ -200,7 +200,7 @@ class ResponseStream(RequestStream):
         emitter: Emitter,
         encoder: ResponseEncoder,
         interval: int | None,
-        tenant: str = "",
+        tenant: str,
         on_end: Callable[[JobOutput], None] | None = None,
     ) -> None:
         super().__init__(channel, emitter, tenant)

@@ -16,8 +16,8 @@ class Outbox(Generic[_Item]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the next two
-        self._of_tenant: dict[str, deque[_Item]] = {}  # none of them empty
-        self._turns: deque[str] = deque()
+        self._of_tenant: dict[str | None, deque[_Item]] = {}  # none of them empty
+        self._turns: deque[str | None] = deque()
         # True for each item, and False for the end. (A Condition costs 8% of all responses.)
         self._arrivals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_closed = False
@@ -31,7 +31,7 @@ class Outbox(Generic[_Item]):
         """Whether it is closed, and all items are taken."""
         return self._is_closed and not self._turns
 
-    def put(self, tenant: str, item: _Item) -> None:
+    def put(self, tenant: str | None, item: _Item) -> None:
         """Returns at once."""
         with self._lock:
             waiting = self._of_tenant.get(tenant)

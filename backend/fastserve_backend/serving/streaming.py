@@ -12,6 +12,7 @@ requests that watch the engine.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ from fastserve_backend.errors import OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.serving.outbox import Outbox
 from fastserve_backend.serving.responses import ResponseEncoder
+from fastserve_backend.serving.sending_shares import SendingShares
 from fastserve_backend.serving.tensors import TensorMaker
 
 logger = logging.getLogger(__name__)
@@ -130,7 +132,13 @@ class RequestStream(ABC):
     """One request. Subclasses have a ``push``, with which other threads hand over what to send. The
     emitter's thread calls all other methods."""
 
-    def __init__(self, channel: ResponseChannel, emitter: Emitter, tenant: str = "") -> None:
+    def __init__(
+        self, channel: ResponseChannel, emitter: Emitter, tenant: str | None = None
+    ) -> None:
+        """
+        Args:
+            tenant: whose job it is; None if it is no job.
+        """
         self.tenant = tenant
         self._channel = channel
         self._emitter = emitter
@@ -286,7 +294,8 @@ class Emitter:
     cancel them.
 
     It sleeps while nothing is pending and there is no request. Tokens of one request that arrive
-    while the thread is busy with others are sent together.
+    while the thread is busy with others, or while its tenant `waits <SendingShares>`, are sent
+    together.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -299,7 +308,11 @@ class Emitter:
         self.tensors = TensorMaker()
         """For this emitter's thread alone."""
         self._outbox = Outbox[RequestStream]()
+        self._shares = SendingShares()
+        # Streams of tenants that wait for their share, by when they are sent; numbers break ties.
+        self._held: list[tuple[float, int, RequestStream]] = []
         self._active: set[RequestStream] = set()
+        self._num_held = 0
         self._num_calls = 0
         self._is_calling = False
         self._thread = threading.Thread(target=self._run, name="emitter", daemon=True)
@@ -326,21 +339,47 @@ class Emitter:
     def _run(self) -> None:
         next_round_s = 0.0
         unpolled: list[RequestStream] = []  # in the current round of polls
-        while not self._outbox.is_over:
-            timeout_s = max(0.0, next_round_s - time.monotonic()) if self._active else None
+        while not self._outbox.is_over or self._held:
             # Send all that waits, then do some polls only: with thousands of streams a whole round
             # takes longer than tokens may wait.
             for number in range(max(1, len(self._outbox))):
-                stream = self._outbox.take(0.0 if number or unpolled else timeout_s)
+                self._emit_held()
+                is_waiting = not (number or unpolled)
+                stream = self._outbox.take(self._timeout_s(next_round_s) if is_waiting else 0.0)
                 if stream is None:
                     break
-                self._guarded(stream, stream.emit)
+                self._emit_or_hold(stream)
             if not unpolled and time.monotonic() >= next_round_s:
                 unpolled = list(self._active)
                 next_round_s = time.monotonic() + _POLL_INTERVAL_S
             for stream in unpolled[-_POLLS_AT_ONCE:]:
                 self._guarded(stream, stream.poll)
             del unpolled[-_POLLS_AT_ONCE:]
+
+    def _timeout_s(self, next_round_s: float) -> float | None:
+        """How long the thread may sleep; None: until something comes."""
+        due_s = [next_round_s] if self._active else []
+        if self._held:
+            due_s.append(self._held[0][0])
+        return max(0.0, min(due_s) - time.monotonic()) if due_s else None
+
+    def _emit_or_hold(self, stream: RequestStream) -> None:
+        began_s = time.monotonic()
+        if wait_s := self._shares.wait_s(stream.tenant, began_s):
+            self._num_held += 1
+            heapq.heappush(self._held, (began_s + wait_s, self._num_held, stream))
+        else:
+            self._emit(stream, began_s)
+
+    def _emit_held(self) -> None:
+        """Send what has waited long enough."""
+        while self._held and self._held[0][0] <= (now_s := time.monotonic()):
+            self._emit(heapq.heappop(self._held)[2], now_s)
+
+    def _emit(self, stream: RequestStream, began_s: float) -> None:
+        self._guarded(stream, stream.emit)
+        now_s = time.monotonic()
+        self._shares.charge(stream.tenant, now_s - began_s, now_s)
 
     def _guarded(self, stream: RequestStream, action: Callable[[], None]) -> None:
         if stream.finished:

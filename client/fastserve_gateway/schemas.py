@@ -27,7 +27,7 @@ from fastserve_gateway.strict_fields import (
     MAX_NAMES,
     Body,
     StrictFields,
-    unknown_formats,
+    unknown_keywords,
 )
 from fastserve_gateway.tool_fields import (
     MAX_TOOLS,
@@ -253,7 +253,7 @@ class _GenerationRequest(RequestBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def unknown_fields(self) -> list[str]:
-        """Includes formats of a schema that the server leaves out."""
+        """Includes keywords of a schema that the server leaves out."""
         names = super().unknown_fields()
         wanted = self.response_format
         for prefix, part in (
@@ -264,7 +264,7 @@ class _GenerationRequest(RequestBody):
             if part:
                 names += [f"{prefix}.{name}" for name in part.unknown_fields()]
         schema = (self.wanted_output or {}).get("json_schema")
-        return [*names, *unknown_formats(schema, self.schema_field)]
+        return [*names, *unknown_keywords(schema, self.schema_field)]
 
     def read_elsewhere(self) -> Container[str]:
         return _UNSUPPORTED

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 
 from fastserve_gateway.custom_tools import custom_function, is_format_kept
 from fastserve_gateway.json_size import check_field_size
-from fastserve_gateway.strict_fields import MAX_NAME_CHARS, StrictFields, unknown_formats
+from fastserve_gateway.strict_fields import MAX_NAME_CHARS, StrictFields, unknown_keywords
 
 MAX_TOOLS = 128
 """OpenAI's limit. The model does not get to know the tools behind so many."""
@@ -159,7 +159,7 @@ ToolChoice = Annotated[
 
 
 def unknown_tool_fields(tools: list[FunctionTool]) -> list[str]:
-    """Tools that are left out, fields that nothing reads, and formats of strict schemas that the
+    """Tools that are left out, fields that nothing reads, and keywords of strict schemas that the
     server leaves out."""
     names = []
     num_served = 0
@@ -174,7 +174,7 @@ def unknown_tool_fields(tools: list[FunctionTool]) -> list[str]:
         names += [f"{path}.{name}" for name in tool.unknown_fields()]
         names += [f"{path}.function.{name}" for name in tool.function.unknown_fields()]
         if tool.function.strict:
-            names += unknown_formats(tool.function.parameters, f"{path}.function.parameters")
+            names += unknown_keywords(tool.function.parameters, f"{path}.function.parameters")
     return names
 
 

@@ -65,13 +65,14 @@ class AnswerFormat:
         if (self.tools and syntax is None) or (self.reasoning and self.reasoning.is_channel):
             return HarmonyReader(self.tools, numbers, is_enforced=self.enforces_calls)
         reader: PartReader = PlainReader()
+        call_marks: tuple[str, ...] = ()
         if self.enforces_calls:
             reader = enforced_calls(frame, numbers)
         elif self.tools and syntax is not None:
-            reader = free_calls(syntax, self.tools, numbers)
+            reader, call_marks = free_calls(syntax, self.tools, numbers), syntax.marks
         if self.reasoning is None:
             return reader
-        return ReasoningReader(self.reasoning, self.is_opened, reader)
+        return ReasoningReader(self.reasoning, self.is_opened, reader, call_marks)
 
     def server_options(self) -> RequestOptions:
         """The options of the server that this form needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,6 +12,7 @@ from fastserve_chat.call_ids import new_call_id
 from fastserve_chat.call_syntax import (
     CallFrame,
     CallSyntax,
+    HeaderMatch,
     Mismatch,
     match_header,
     partial_suffix,
@@ -20,6 +22,7 @@ from fastserve_chat.tool import Tool
 from fastserve_chat.written_calls import (
     NoCallError,
     WrittenCall,
+    is_xml_closed,
     json_calls,
     python_calls,
     xml_call,
@@ -61,6 +64,7 @@ class BlockProgress:
 
 
 _WAIT = BlockProgress()
+_NO_ARGUMENTS = "{}"
 
 
 class CallBlock(Protocol):
@@ -90,7 +94,8 @@ class FreeBlock:
         self._scanned = 0
 
     def end(self, text: str) -> BlockProgress:
-        return BlockProgress(length=len(text), is_content=True)
+        length = len(text)
+        return self._bare_name(text, [length]) or BlockProgress(length=length, is_content=True)
 
     def read(self, text: str) -> BlockProgress:
         fits = 0
@@ -101,12 +106,39 @@ class FreeBlock:
             if not isinstance(match, Mismatch):
                 return self._read_value(text, match.value_begin, match.name)
             fits = max(fits, match.length)
-        return BlockProgress(length=fits, is_content=True)
+        behind = (*self._syntax.closers, *self._syntax.marks)
+        length = len(text) - partial_suffix(text, behind)
+        if length < len(text) and self._named(text[:length]) is not None:
+            return _WAIT
+        pattern = "|".join(map(re.escape, behind))
+        found = self._bare_name(text, [one.start() for one in re.finditer(pattern, text)])
+        return found or BlockProgress(length=fits, is_content=True)
+
+    def _bare_name(self, text: str, ends: Iterable[int]) -> BlockProgress | None:
+        """The call of a tool whose name comes without arguments, and ends at one of ``ends``."""
+        for end in ends:
+            name = self._named(text[:end])
+            if name is not None:
+                return BlockProgress(self._numbers.whole(WrittenCall(name, _NO_ARGUMENTS)), end)
+        return None
+
+    def _named(self, text: str) -> str | None:
+        """The tool of a header that is complete but for the value; None: it is something else."""
+        if self._syntax.value != "json":
+            return None
+        for header in self._syntax.headers:
+            match = match_header(header, text.rstrip() + _NO_ARGUMENTS)
+            if isinstance(match, HeaderMatch) and match.name in self._tools:
+                is_all = match.value_begin == len(text.rstrip())
+                return match.name if is_all else None
+        return None
 
     def _read_value(self, text: str, begin: int, name: str | None) -> BlockProgress:
         terminator = self._syntax.terminator
         if terminator:
             value_end = text.find(terminator, max(begin, self._scanned - len(terminator)))
+            while value_end >= 0 and not self._may_end(text[begin:value_end]):
+                value_end = text.find(terminator, value_end + len(terminator))
             self._scanned = len(text)
         else:
             value_end = self._scanner.find_end(text, begin)
@@ -119,6 +151,9 @@ class FreeBlock:
             return BlockProgress(length=end, is_content=True)
         parts = [part for call in calls for part in self._numbers.whole(call)]
         return BlockProgress(parts, end)
+
+    def _may_end(self, value: str) -> bool:
+        return self._syntax.value != "xml" or is_xml_closed(value)
 
     def _calls(self, value: str, name: str | None) -> list[WrittenCall]:
         if self._syntax.value == "xml":

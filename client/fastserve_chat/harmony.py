@@ -20,6 +20,7 @@ _MESSAGE = "<|message|>"
 _NEXT = ("<|start|>", "<|channel|>")
 """What the next header begins with."""
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_NO_ARGUMENTS = "{}"
 _HEADS = (*_NEXT, " to=")
 _BODY_MARKS = (*_ENDS, *_NEXT)
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -66,7 +67,9 @@ class HarmonyReader:
     def end(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
         if self._kind is _Kind.CALL:
-            return [] if self._is_enforced else [Content(self._header + self._text)]
+            if self._is_enforced:
+                return []
+            return self._whole_call(self._text if self._text.strip() else _NO_ARGUMENTS)
         if self._kind is _Kind.HEADER:
             self._kind = _Kind.CONTENT
         self._take(parts, len(self._text))
@@ -110,9 +113,14 @@ class HarmonyReader:
 
     def _read_call(self, parts: list[AnswerPart]) -> bool:
         begin = len(self._text) - len(self._text.lstrip())
-        if begin == len(self._text):
+        rest = self._text[begin:]
+        if any(mark.startswith(rest) and mark != rest for mark in _ENDS):
             return False
-        if self._text[begin] != "{":
+        if rest.startswith(_ENDS):
+            parts += self._whole_call(_NO_ARGUMENTS)
+            self._kind = _Kind.SKIPPED
+            return True
+        if rest[0] != "{":
             self._kind = _Kind.CONTENT
             parts.append(Content(self._header))
             return True

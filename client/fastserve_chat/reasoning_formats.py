@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserve_chat.call_syntax import partial_suffix
-from fastserve_chat.parts import AnswerPart, PartReader, Reasoning
+from fastserve_chat.parts import AnswerPart, CallStart, PartReader, Reasoning
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates switch reasoning on and off."""
@@ -111,15 +111,27 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
 class ReasoningReader:
     """A ``PartReader`` that reads reasoning at the answer's begin, and leaves the rest to another.
 
-    White space around the reasoning is left out. Without a closing mark, all is reasoning.
+    White space around the reasoning is left out. Without a closing mark, all is reasoning, but
+    for calls: some models forget the mark, and their calls are meant.
 
     Args:
         is_opened: the prompt has the opening mark already.
         rest: reads what comes behind the reasoning.
+        call_marks: texts at which calls may begin. What follows one is withheld until the reasoning
+            ends, or the answer does.
     """
 
-    def __init__(self, marks: ReasoningFormat, is_opened: bool, rest: PartReader) -> None:
+    def __init__(
+        self,
+        marks: ReasoningFormat,
+        is_opened: bool,
+        rest: PartReader,
+        call_marks: tuple[str, ...] = (),
+    ) -> None:
         self._open, self._close = marks.open, marks.close
+        self._call_marks = call_marks
+        self._num_withheld = 0
+        """Characters of the text that begin with a mark of calls, and have no closing mark."""
         self._is_opened = is_opened
         self._rest = rest
         self._text = ""
@@ -134,6 +146,10 @@ class ReasoningReader:
 
     def end(self) -> list[AnswerPart]:
         text, self._text = self._text, ""
+        if self._step == self._reason and self._num_withheld:
+            parts = [*self._rest.read(text), *self._rest.end()]
+            has_calls = any(isinstance(part, CallStart) for part in parts)
+            return parts if has_calls else [Reasoning(self._space + text)]
         if self._step == self._reason:
             return [Reasoning(self._space + text)] if text else []
         if self._step == self._begin and self._is_opened:
@@ -152,10 +168,17 @@ class ReasoningReader:
         return self._reason()
 
     def _reason(self) -> list[AnswerPart]:
-        before, found, behind = self._text.partition(self._close)
-        if not found:
-            length = len(before) - partial_suffix(before, (self._close,))
-            before, behind = before[:length], before[length:]
+        # What is withheld is not searched again for each token.
+        place = self._text.find(self._close, max(0, self._num_withheld - len(self._close)))
+        found = place >= 0
+        if found:
+            before, behind = self._text[:place], self._text[place + len(self._close) :]
+        elif self._num_withheld:
+            self._num_withheld = len(self._text)
+            return []
+        else:
+            length = self._reasoning_length()
+            before, behind = self._text[:length], self._text[length:]
         self._text = behind
         text = self._space + before
         if not self._has_text:
@@ -168,6 +191,14 @@ class ReasoningReader:
             self._step = self._skip_space
             parts += self._skip_space()
         return parts
+
+    def _reasoning_length(self) -> int:
+        """Characters that are reasoning, whatever follows them."""
+        found = [place for mark in self._call_marks if (place := self._text.find(mark)) >= 0]
+        if found:
+            self._num_withheld = len(self._text) - min(found)
+            return min(found)
+        return len(self._text) - partial_suffix(self._text, (self._close, *self._call_marks))
 
     def _skip_space(self) -> list[AnswerPart]:
         self._text = self._text.lstrip()

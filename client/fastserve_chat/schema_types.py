@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fastserve_client.property_names import target
+
 _TYPES = (
     (bool, ("boolean",)),
     (int, ("integer", "number")),
@@ -53,18 +55,8 @@ def _types(schema: Any, root: Mapping[str, Any], followed: set[str]) -> Iterator
     elif isinstance(reference := schema.get("$ref"), str):
         if reference not in followed:
             followed.add(reference)
-            yield from _types(_target(root, reference), root, followed)
+            yield from _types(target(root, reference), root, followed)
     else:
         for name in ("anyOf", "oneOf", "allOf"):
             for one in schema[name] if isinstance(schema.get(name), list) else ():
                 yield from _types(one, root, followed)
-
-
-def _target(root: Any, reference: str) -> Any:
-    """What a reference inside the schema points at (RFC 6901); None: it points elsewhere."""
-    if not reference.startswith("#"):
-        return None
-    for step in filter(None, reference[1:].split("/")):
-        name = step.replace("~1", "/").replace("~0", "~")
-        root = root.get(name) if isinstance(root, Mapping) else None
-    return root

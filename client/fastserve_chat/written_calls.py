@@ -11,7 +11,13 @@ from typing import Any, NamedTuple, NoReturn
 from fastserve_chat.schema_types import allowed_types, json_types, property_schema
 from fastserve_chat.tool import Tool
 
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
+_PARAMETER_BEGIN, _PARAMETER_END = "<parameter=", "</parameter>"
+# A value may have the closing mark inside: the one that ends it comes before another parameter or
+# at the end.
+_PARAMETER = re.compile(
+    rf"\s*{_PARAMETER_BEGIN}([^>\n]+)>(.*?){_PARAMETER_END}(?=\s*(?:{_PARAMETER_BEGIN}|\Z))\s*",
+    re.DOTALL,
+)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -74,6 +80,11 @@ def xml_call(text: str, tool: Tool) -> WrittenCall:
     if text[position:].strip():
         raise NoCallError
     return _call(tool.name, arguments)
+
+
+def is_xml_closed(text: str) -> bool:
+    """Whether the text of a call's parameters may end here, and not inside a value."""
+    return _PARAMETER_BEGIN not in text or text.rstrip().endswith(_PARAMETER_END)
 
 
 def read_arguments(text: str) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
-"""Which string formats of JSON schemas the server's grammars know.
+"""What the server's grammars leave out of JSON schemas.
 
 ``format`` is an annotation (JSON Schema 2020-12, validation, 7.2.1): an answer that ignores it
 still follows the schema. So unknown formats are left out, and the gateway names them in its answer.
-Other unknown keywords are refused.
+So are ``uniqueItems`` and some forms of ``propertyNames``: libraries write them for sets and maps,
+and no grammar knows them. Other unknown keywords are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+from fastserve_client.property_names import has_any_name, with_name_pattern
 
 KNOWN_FORMATS = frozenset(
     (
@@ -20,8 +23,6 @@ KNOWN_FORMATS = frozenset(
 """The formats of llguidance, which a test compares; "unknown" is any text."""
 
 _MAX_STEP_CHARS = 64
-_ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
-"""Schemas of ``propertyNames`` that allow all names: they are texts anyway."""
 
 # Keywords that hold schemas: by name, or one or a list of them. ``not`` and ``if`` are missing,
 # because without a format inside them the schema would allow other answers.
@@ -89,8 +90,23 @@ def _parts_inside(
             yield SchemaPlace(outer, (keyword,)), value
 
 
-def has_unknown_format(part: dict[str, Any]) -> bool:
-    """Whether this part itself has one; parts inside it do not count."""
+def left_out_keywords(part: dict[str, Any], root: Mapping[str, Any]) -> list[str]:
+    """The keywords of this part that no grammar enforces; parts inside it do not count.
+
+    Args:
+        root: the whole schema.
+    """
+    names = []
+    if _has_unknown_format(part):
+        names.append("format")
+    if part.get("uniqueItems") is True:
+        names.append("uniqueItems")
+    if not has_any_name(part) and with_name_pattern(part, root) is None:
+        names.append("propertyNames")
+    return names
+
+
+def _has_unknown_format(part: dict[str, Any]) -> bool:
     wanted = part.get("format")
     return isinstance(wanted, str) and wanted not in KNOWN_FORMATS
 
@@ -99,13 +115,14 @@ def without_unknown(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the schema in a form that llguidance takes."""
     copied = copy.deepcopy(dict(schema))
     for _, part in schema_parts(copied):
-        if has_unknown_format(part):
+        if _has_unknown_format(part):
             del part["format"]
-        # Keywords that say nothing, and that llguidance refuses.
-        if part.get("uniqueItems") is False:
+        if isinstance(part.get("uniqueItems"), bool):
             del part["uniqueItems"]
-        if part.get("propertyNames") in _ANY_NAME:  # zod's, of each record
-            del part["propertyNames"]
+        if not has_any_name(part) and (changed := with_name_pattern(part, copied)) is not None:
+            part.clear()
+            part.update(changed)
+        part.pop("propertyNames", None)  # zod has it in each record
         if part.get("required", ()) is None:
             del part["required"]
     return copied

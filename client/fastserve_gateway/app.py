@@ -20,6 +20,7 @@ from fastserve_gateway.answer_size import TOKEN_BYTES, VALUE_BYTES
 from fastserve_gateway.answer_writer import AnswerWriter
 from fastserve_gateway.auth import Caller
 from fastserve_gateway.body_threads import BodyThreads, RunWork
+from fastserve_gateway.browsers import allow_origins
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.compaction_answer import CompactionAnswer, compaction_chat
 from fastserve_gateway.completions import CompletionAnswer
@@ -135,6 +136,7 @@ def create_app(settings: GatewaySettings, tracer: Tracer | None = None) -> FastA
     app.add_middleware(RequestIds)
     if tracer is not None:
         app.add_middleware(RequestTraces, tracer=tracer)
+    allow_origins(app, settings.cors_origins)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     with_viewer = Depends(require_key)

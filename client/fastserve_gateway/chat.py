@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
 from fastserve_client import protocol
 from fastserve_client.options import Prompt, RequestOptions
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
 from fastserve_gateway.answer import ChoicesAnswer
+from fastserve_gateway.call_deltas import CallDeltas
 from fastserve_gateway.choice_parts import ChoiceParts
 from fastserve_gateway.model_formats import ModelFormats
 from fastserve_gateway.prompt_answers import vllm_prompt_logprobs
@@ -37,6 +37,8 @@ class ChatAnswer(ChoicesAnswer):
             field = "tools" if request.tools else request.schema_field
             self._fields[f"{protocol.STRUCTURED_OUTPUT}.grammar"] = field
         self._parts = [ChoiceParts(formats.reader(request)) for _ in range(request.num_choices)]
+        custom = {one.function.name for one in request.tools if one.is_custom}
+        self._deltas = [CallDeltas(custom) for _ in range(request.num_choices)]
         self._begun: set[int] = set()
         """Choices whose role has been sent."""
 
@@ -60,7 +62,8 @@ class ChatAnswer(ChoicesAnswer):
         return sum(parts.num_reasoning_tokens for parts in self._parts)
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = {"role": _ROLE, **_message(self._parts[index].whole(completion))}
+        parts = self._parts[index].whole(completion)
+        message = {"role": _ROLE, **self._deltas[index].message(parts)}
         return self._choice(index, "message", message, completion)
 
     def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
@@ -73,7 +76,8 @@ class ChatAnswer(ChoicesAnswer):
         return answer
 
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        delta = _delta(self._parts[index].read(chunk))
+        parts, is_last = self._parts[index].read(chunk), chunk.finish_reason is not None
+        delta = self._deltas[index].delta(parts, is_last=is_last)
         if index not in self._begun:
             self._begun.add(index)
             delta = {"role": _ROLE, "content": None if self._chat.tools else "", **delta}
@@ -91,36 +95,6 @@ class ChatAnswer(ChoicesAnswer):
             "logprobs": logprobs,
             "finish_reason": self._parts[index].finish_reason(part.finish_reason),
         }
-
-
-def _message(parts: Iterable[AnswerPart]) -> dict[str, Any]:
-    """The fields of a message. Its content is null if there are only calls."""
-    delta = _delta(parts)
-    for call in delta.get("tool_calls", ()):
-        del call["index"]
-    return {"content": None if "tool_calls" in delta else "", **delta}
-
-
-def _delta(parts: Iterable[AnswerPart]) -> dict[str, Any]:
-    """The fields of an event's delta."""
-    delta: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        match part:
-            case Content(text):
-                delta["content"] = delta.get("content", "") + text
-            case Reasoning(text):
-                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
-            case CallStart(index, call_id, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": call_id, "type": "function"}
-                calls[index]["function"] = function
-            case CallArguments(index, text):
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += text
-    if calls:
-        delta["tool_calls"] = list(calls.values())
-    return delta
 
 
 def token_logprobs(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:

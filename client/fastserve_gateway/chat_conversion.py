@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import dropwhile
 from typing import Any
 
@@ -91,22 +91,6 @@ def join_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     rest = list(dropwhile(lambda one: one["role"] == "system", messages))
     system = [one["content"] for one in messages[: len(messages) - len(rest)]]
     return [{"role": "system", "content": PARAGRAPH.join(system)}, *rest] if system else rest
-
-
-def served_tools(tools: Sequence[Mapping[str, Any]] | None, served: Container[object]) -> list[int]:
-    """The places of the tools that are functions of the client. Others, such as a web search that
-    the API's own servers run, are left out: the model only does not know them.
-
-    Args:
-        served: the types of tools that are functions. A type that is no text is refused later.
-    """
-    types = [tool.get("type") for tool in tools or ()]
-    return [place for place, one in enumerate(types) if one in served or not isinstance(one, str)]
-
-
-def unserved_tools(tools: Sequence[object] | None, served: Sequence[int]) -> list[str]:
-    """The names of the tools that are left out."""
-    return [f"tools.{place}" for place in range(len(tools or ())) if place not in served]
 
 
 def named_tool(choice: Mapping[str, Any]) -> dict[str, Any]:

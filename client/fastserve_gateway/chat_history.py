@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastserve_chat.call_messages import function_call
+
+from fastserve_gateway.custom_tools import custom_arguments
 from fastserve_gateway.message_parts import (
     MAX_TYPE_CHARS,
+    TEXT_TYPES,
+    as_output,
     check_is_text,
     newest_message,
     placeholder,
@@ -53,14 +58,16 @@ def as_template_takes(message: Any) -> Any:
     changed = dict(message)
     if role == "developer":
         changed["role"] = "system"
-    if role in ("assistant", "tool") and (content is None or content == []):
+    if role == "tool":
+        changed["content"] = content = as_output(content)
+    if content == [] or (content is None and role == "assistant"):
         changed["content"] = ""
     if isinstance(content, list) and content:
         changed["content"] = [_text_part(part) for part in content]
     if role == "assistant":
         _rename_reasoning(changed, content)
         if isinstance(calls := changed.get("tool_calls"), list):
-            changed["tool_calls"] = [_with_arguments(call) for call in calls]
+            changed["tool_calls"] = [_function_call(call) for call in calls]
     return changed
 
 
@@ -68,6 +75,8 @@ def _text_part(part: Any) -> Any:
     kind = type_of(part)
     if kind is None or kind == "text":
         return part
+    if kind in TEXT_TYPES and isinstance(part.get("text"), str):
+        return {**part, "type": "text"}
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
     if kind in _THOUGHTS:
@@ -105,7 +114,14 @@ def _details(details: Any) -> str:
     return "".join(one for one in texts if isinstance(one, str))
 
 
-def _with_arguments(call: Any) -> Any:
+def _function_call(call: Any) -> Any:
+    """A call of a function, with arguments. That of a custom tool is one of its function."""
+    match call:
+        case {"id": str(call_id), "type": "custom", "custom": {"name": str(name), **custom}}:
+            given = custom.get("input")
+            return function_call(
+                call_id, name, custom_arguments(given if isinstance(given, str) else "")
+            )
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, Mapping) or function.get("arguments") not in (None, ""):
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ _MEDIA = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 """What a part of each type is, in the APIs of OpenAI, Anthropic and vLLM."""
+TEXT_TYPES = ("text", "input_text", "output_text")
+"""Types of parts that are text, on each API: clients send back what another one wrote."""
 MAX_TYPE_CHARS = 32
 """Of a type's name in words about it."""
 
@@ -22,6 +25,19 @@ def type_of(item: Any) -> str | None:
     """The type of an item, a part or a tool; None: it has none."""
     kind = item.get("type") if isinstance(item, dict) else None
     return kind if isinstance(kind, str) else None
+
+
+def as_text(value: Any) -> str:
+    """The text, or the JSON of another value; nothing for null."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def as_output(value: Any) -> str | list[Any]:
+    """What a tool returned: a list of parts, or text."""
+    is_parts = isinstance(value, list) and all(map(type_of, value))
+    return value if is_parts else as_text(value)
 
 
 def got_type(item: Any) -> str:

@@ -6,10 +6,13 @@ import json
 from typing import Any
 
 from fastserve_chat.call_messages import assistant_message, function_call, tool_message
+from fastserve_chat.written_calls import read_arguments
 
 from fastserve_gateway.chat_conversion import PARAGRAPH, text_field
 from fastserve_gateway.errors import invalid
 from fastserve_gateway.message_parts import (
+    TEXT_TYPES,
+    as_output,
     check_is_text,
     got_type,
     newest_message,
@@ -98,12 +101,12 @@ class _BlockReader:
                 texts.append(self.text(block, place))
                 continue
             if texts:
-                messages.append({"role": role, "content": PARAGRAPH.join(texts)})
+                messages.append({"role": role, "content": PARAGRAPH.join(filter(None, texts))})
                 texts = []
-            output = self._joined(block.get("content") or "", f"{place}.content")
+            output = self._joined(as_output(block.get("content")), f"{place}.content")
             messages.append(tool_message(text_field(block, "tool_use_id", place), output))
         if texts or not blocks:
-            messages.append({"role": role, "content": PARAGRAPH.join(texts)})
+            messages.append({"role": role, "content": PARAGRAPH.join(filter(None, texts))})
         return messages
 
     def text(self, block: Any, path: str) -> str:
@@ -112,7 +115,7 @@ class _BlockReader:
         kind = type_of(block)
         if kind is None:
             raise invalid(path, f"{got_type(block)}; must be a block with a type")
-        if kind == "text":
+        if kind in TEXT_TYPES:
             return text_field(block, "text", path)
         if kind == "tool_reference":  # what a search for tools found; all tools are there anyway
             return f"Tool: {text_field(block, 'tool_name', path)}"
@@ -126,17 +129,31 @@ class _BlockReader:
 
 
 def _readable(block: Any) -> Any:
-    """A document of plain text as a block of text; other blocks as they are."""
+    """A document or a found passage of plain text as a block of text; other blocks as they are."""
     match block:
+        case {"type": "document", "source": {"type": "content", "content": content}} | {
+            "type": "search_result",
+            "content": content,
+        }:
+            return {"type": "text", "text": _passage(block, content)}
         case {"type": "document", "source": {"type": "text", "data": str(text)}}:
             return {"type": "text", "text": text}
     return block
+
+
+def _passage(block: dict[str, Any], content: Any) -> str:
+    """The title of a document, and the texts of its content."""
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    texts = [block.get("title"), *(one.get("text") for one in blocks if isinstance(one, dict))]
+    return PARAGRAPH.join(one for one in texts if isinstance(one, str) and one)
 
 
 def _call(block: dict[str, Any], path: str) -> dict[str, Any]:
     given = block.get("input")
     if given in (None, ""):
         given = {}
+    if isinstance(given, str):  # other APIs have JSON in a text
+        given = read_arguments(given)
     if not isinstance(given, dict):
         raise invalid(f"{path}.input", "must be an object")
     name, arguments = text_field(block, "name", path), json.dumps(given, ensure_ascii=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastserve_client import protocol
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
@@ -15,9 +15,7 @@ from fastserve_gateway.chat_conversion import (
     chat_request,
     join_system,
     named_tool,
-    served_tools,
     thinking_variables,
-    unserved_tools,
     with_variables,
 )
 from fastserve_gateway.chat_message import MAX_MESSAGES
@@ -25,9 +23,9 @@ from fastserve_gateway.errors import invalid
 from fastserve_gateway.list_fields import StopSequencesField
 from fastserve_gateway.message_parts import got_type
 from fastserve_gateway.messages_input import conversation, system_text
-from fastserve_gateway.schemas import ChatRequest, RequestBody, ServiceTier
+from fastserve_gateway.schemas import ChatRequest, RequestBody
 from fastserve_gateway.strict_fields import StrictFields
-from fastserve_gateway.tool_fields import MAX_TOOLS
+from fastserve_gateway.tool_fields import OtherToolsField
 
 MESSAGES_FIELDS = FieldNames(
     (
@@ -45,7 +43,11 @@ MESSAGES_FIELDS = FieldNames(
 # The answer is the same without them.
 _HINTS = ("cache_control", "metadata")
 _TOOL_HINTS = ("type", "cache_control", "eager_input_streaming")
+_ANTHROPICS = "of Anthropic"
+"""The type of tools that Anthropic's servers run, which chat completions leave out."""
 _BUDGET = "thinking_budget"
+_THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+"""The types of ``thinking``."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -59,7 +61,7 @@ class OutputConfig(StrictFields):
 
 
 class Thinking(StrictFields):
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    type: str
     budget_tokens: int | None = None
 
 
@@ -68,26 +70,23 @@ class ConversationRequest(RequestBody):
 
     messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """A large list is checked message by message, up to its first mistake."""
-    service_tier: Annotated[ServiceTier | None, BeforeValidator(_openai_tier)] = None
+    service_tier: Annotated[str | None, BeforeValidator(_openai_tier)] = None
     system: Any = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
-        None
-    )
+    tools: OtherToolsField | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    """The earlier name of ``output_config.format``."""
 
     _chat: ChatRequest = PrivateAttr()
-    _served: list[int] = PrivateAttr()
-    """The places of the tools that the model gets to know."""
     _left_out: list[str] = PrivateAttr()
     """Paths of what of the conversation the model does not get."""
 
     @model_validator(mode="after")
     def _build_chat(self) -> ConversationRequest:
-        self._served = served_tools(self.tools, (None, "custom"))
         self._left_out = []
-        self._chat = chat_request(self._chat_fields(), self._names)
+        self._chat = chat_request(self._chat_fields(), MESSAGES_FIELDS)
         return self
 
     @property
@@ -103,12 +102,10 @@ class ConversationRequest(RequestBody):
         names = super().unknown_fields()
         for prefix, part in (("thinking", self.thinking), ("output_config", self.output_config)):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
-        names += [*unserved_tools(self.tools, self._served), *self._left_out]
-        return [*names, *map(self._names.of, self._chat.unknown_fields())]
-
-    @property
-    def _names(self) -> FieldNames:
-        return MESSAGES_FIELDS.with_tools([f"tools.{place}" for place in self._served])
+        if self.thinking is not None and self._thinks is None:
+            names.append("thinking.type")
+        names += self._left_out
+        return [*names, *map(MESSAGES_FIELDS.of, self._chat.unknown_fields())]
 
     def read_elsewhere(self) -> Container[str]:
         return (*_HINTS, *FIELDS_OF_CHAT)
@@ -116,7 +113,8 @@ class ConversationRequest(RequestBody):
     def template_variables(self) -> TemplateVariables:
         found: TemplateVariables = {}
         if self.thinking is not None:
-            found["thinking"] = tuple(thinking_variables(True))
+            if self._thinks is not None:
+                found["thinking"] = tuple(thinking_variables(True))
             if self.thinking.budget_tokens is not None:
                 found["thinking.budget_tokens"] = (_BUDGET,)
         if self.output_config is not None and self.output_config.effort is not None:
@@ -135,10 +133,12 @@ class ConversationRequest(RequestBody):
             "stream": self.stream,
             "messages": join_system(messages),
             "tools": self.tools
-            and [_chat_tool(self.tools[place], f"tools.{place}") for place in self._served],
+            and [_chat_tool(tool, f"tools.{place}") for place, tool in enumerate(self.tools)],
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": False if _forbids_several_calls(self.tool_choice) else None,
-            "response_format": self.output_config and _response_format(self.output_config.format),
+            "response_format": _response_format(
+                (self.output_config and self.output_config.format) or self.output_format
+            ),
             "continue_final_message": goes_on or None,
             "reasoning_effort": self.output_config and self.output_config.effort,
             **{name: extra.get(name) for name in FIELDS_OF_CHAT},
@@ -149,12 +149,17 @@ class ConversationRequest(RequestBody):
 
     def _variables(self) -> dict[str, Any]:
         """The variables of the chat template that ``thinking`` stands for."""
-        if self.thinking is None:
-            return {}
-        variables: dict[str, Any] = {**thinking_variables(self.thinking.type != "disabled")}
-        if self.thinking.budget_tokens is not None:
+        variables: dict[str, Any] = {}
+        if self._thinks is not None:
+            variables |= thinking_variables(self._thinks)
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
             variables[_BUDGET] = self.thinking.budget_tokens
         return variables
+
+    @property
+    def _thinks(self) -> bool | None:
+        """Whether the model is to think first; None: the request does not say."""
+        return None if self.thinking is None else _THINKS.get(self.thinking.type)
 
 
 class MessagesRequest(ConversationRequest):
@@ -181,7 +186,7 @@ class MessagesRequest(ConversationRequest):
 
 def _chat_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise invalid(path, f"{got_type(tool)}; not supported; only tools of type 'custom' are")
+        return {"type": _ANTHROPICS if isinstance(tool["type"], str) else tool["type"]}
     function = {name: value for name, value in tool.items() if name not in _TOOL_HINTS}
     if "input_schema" not in function:
         raise invalid(f"{path}.input_schema", "must be given")

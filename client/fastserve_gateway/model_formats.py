@@ -160,7 +160,7 @@ def _callable_tools(request: ChatRequest) -> tuple[Tool, ...]:
     """None with the choice ``none``: the model does not see the tools then."""
     if request.tool_choice == NONE:
         return ()
-    functions = (tool.function for tool in request.tools or ())
+    functions = (tool.function for tool in request.tools)
     return tuple(
         Tool(
             one.name,
@@ -183,7 +183,7 @@ def _wanted_schema(request: ChatRequest) -> dict[str, Any] | None:
 
 def _definitions(request: ChatRequest) -> list[dict[str, Any]]:
     """The tools as the request has them."""
-    return [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
+    return [tool.definition() for tool in request.tools]
 
 
 @dataclass(slots=True)

@@ -13,11 +13,12 @@ from fastserve_client.results import TokenLogprob
 from fastserve_gateway.answer import named_event
 from fastserve_gateway.block_answer import Block, BlockAnswer
 from fastserve_gateway.chat import token_logprobs
+from fastserve_gateway.custom_tools import custom_input
 from fastserve_gateway.errors import ApiError
 from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.model_formats import ModelFormats
 from fastserve_gateway.responses_schema import RESPONSES_FIELDS, ResponsesRequest
-from fastserve_gateway.responses_tools import NamedTool, custom_input
+from fastserve_gateway.responses_tools import NamedTool
 from fastserve_gateway.schemas import ChatRequest
 from fastserve_gateway.stored_items import item_id, new_response_id
 

@@ -10,17 +10,21 @@ from fastserve_chat.call_messages import assistant_message, function_call, tool_
 from fastserve_gateway.chat_conversion import text_field
 from fastserve_gateway.chat_message import MAX_MESSAGES
 from fastserve_gateway.compaction import summary_message, summary_of
+from fastserve_gateway.custom_tools import custom_arguments
 from fastserve_gateway.errors import invalid
 from fastserve_gateway.message_parts import (
+    TEXT_TYPES,
+    as_output,
+    as_text,
     check_is_text,
     got_type,
     newest_message,
     placeholder,
     type_of,
 )
-from fastserve_gateway.responses_tools import custom_arguments, function_name
+from fastserve_gateway.responses_tools import function_name
 
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXTS = (*TEXT_TYPES, "reasoning_text", "summary_text")
 _ROLES = ("user", "assistant", "system", "developer")
 _REFERENCE = "item_reference"
 
@@ -103,13 +107,11 @@ class _ItemReader:
             case "reasoning":
                 self._add_reasoning(item, path)
             case "function_call":
-                arguments = item.get("arguments")
-                text = text_field(item, "arguments", path) if arguments else "{}"
-                self._add_call(item, text, path)
+                self._add_call(item, as_text(item.get("arguments")) or "{}", path)
             case "custom_tool_call":
-                self._add_call(item, custom_arguments(text_field(item, "input", path)), path)
+                self._add_call(item, custom_arguments(as_text(item.get("input"))), path)
             case "function_call_output" | "custom_tool_call_output":
-                output = self._text(item.get("output") or "", f"{path}.output")
+                output = self._text(as_output(item.get("output")), f"{path}.output")
                 self.messages.append(tool_message(text_field(item, "call_id", path), output))
             case "compaction" | "compaction_summary":
                 summary = summary_of(item)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastserve_client import protocol
 from pydantic import Field, PrivateAttr, model_validator
@@ -26,7 +26,7 @@ from fastserve_gateway.responses_input import FindItem, has_references, input_me
 from fastserve_gateway.responses_tools import ResponsesTools, function_name
 from fastserve_gateway.schemas import ChatRequest, RequestBody
 from fastserve_gateway.strict_fields import StrictFields
-from fastserve_gateway.tool_fields import MAX_TOOLS
+from fastserve_gateway.tool_fields import OtherToolsField
 
 RESPONSES_FIELDS = FieldNames(
     (
@@ -64,9 +64,7 @@ class ResponsesRequest(RequestBody):
     input: Any
     """Text, or a list of items. A large list is checked item by item, up to its first mistake."""
     instructions: str | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
-        None
-    )
+    tools: OtherToolsField | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -79,7 +77,7 @@ class ResponsesRequest(RequestBody):
     metadata: MetadataField = None
     store: bool | None = None
     previous_response_id: Annotated[str, Field(max_length=_MAX_ID_CHARS)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: Any = None
     user: Annotated[str, Field(max_length=_MAX_USER_CHARS)] | None = None
 
     _chat: ChatRequest = PrivateAttr()
@@ -106,7 +104,7 @@ class ResponsesRequest(RequestBody):
             "model": self.model,
             "stream": self.stream,
             "messages": self._messages((), self._own),
-            "tools": self.tools and self._tools.functions,
+            "tools": self.tools and self._tools.chat_tools,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text and _response_format(self.text.format),
@@ -159,7 +157,7 @@ class ResponsesRequest(RequestBody):
         names = super().unknown_fields()
         for prefix, part in (("text", self.text), ("reasoning", self.reasoning)):
             names += [f"{prefix}.{name}" for name in part.unknown_fields()] if part else []
-        if self.truncation == "auto":
+        if self.truncation not in (None, "disabled"):
             names.append("truncation")
         names += [*self._tools.left_out, *self._left_out]
         return [*names, *map(self._names.of, self._chat.unknown_fields())]
@@ -169,7 +167,7 @@ class ResponsesRequest(RequestBody):
         return RESPONSES_FIELDS.with_tools(self._tools.paths)
 
     def read_elsewhere(self) -> Container[str]:
-        return _FIELDS_OF_CHAT
+        return (*_FIELDS_OF_CHAT, *_UNSUPPORTED)
 
     def template_variables(self) -> TemplateVariables:
         effort = self.reasoning and self.reasoning.effort

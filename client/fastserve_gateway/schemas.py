@@ -27,9 +27,11 @@ from fastserve_gateway.strict_fields import (
     MAX_NAMES,
     Body,
     StrictFields,
-    unknown_formats,
+    unknown_keywords,
 )
 from fastserve_gateway.tool_fields import (
+    MAX_TOOLS,
+    FunctionTool,
     ToolChoice,
     ToolsField,
     check_tools,
@@ -81,6 +83,8 @@ def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
     """Whether a field of ``_UNSUPPORTED`` changes nothing. Agents send empty lists."""
     if name == "best_of" and type(value) is int:
         return value <= num_choices
+    if name == "function_call" and value in ("auto", "none"):
+        return True  # without functions, which are refused
     return not value
 
 
@@ -97,9 +101,8 @@ class JSONSchema(StrictFields):
     json_schema: Annotated[JSONField, Field(alias="schema")]
 
 
-ServiceTier = Literal["auto", "default", "priority", "flex"]
 TIER_PRIORITIES = {"auto": 0, "default": 0, "priority": -1, "flex": 1}
-"""The priority of each of OpenAI's service tiers."""
+"""The priority of each of OpenAI's service tiers. Others are ignored."""
 
 
 class ResponseFormat(StrictFields):
@@ -137,21 +140,26 @@ class RequestBody(Body):
     model: str
     stream: bool | None = None
     priority: int | None = None
-    service_tier: ServiceTier | None = None
+    service_tier: str | None = None
     tenant: Annotated[str, Field(max_length=MAX_TENANT_CHARS)] | None = None
     session_id: Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _check_service_tier(self) -> RequestBody:
-        if self.service_tier is None or self.priority is None:
-            return self
-        if self.priority != TIER_PRIORITIES[self.service_tier]:
+        tier_priority = TIER_PRIORITIES.get(self.service_tier or "")
+        if self.priority is not None and tier_priority not in (None, self.priority):
             raise ValueError(
                 f"service_tier: got {self.service_tier!r}, which is the priority "
-                f"{TIER_PRIORITIES[self.service_tier]}, and another priority; give one of them"
+                f"{tier_priority}, and another priority; give one of them"
             )
         return self
+
+    def unknown_fields(self) -> list[str]:
+        """Includes a tier that nothing here knows."""
+        names = super().unknown_fields()
+        is_known = self.service_tier is None or self.service_tier in TIER_PRIORITIES
+        return names if is_known else [*names, "service_tier"]
 
     @property
     def num_prompts(self) -> int:
@@ -161,18 +169,22 @@ class RequestBody(Body):
     def wanted_priority(self) -> int | None:
         """The priority that the request names; ``None``: it leaves that to the server."""
         if self.priority is None and self.service_tier not in (None, "auto"):
-            return TIER_PRIORITIES[self.service_tier]
+            return TIER_PRIORITIES.get(self.service_tier)
         return self.priority
 
     @property
     def priority_field(self) -> str:
         """The field that decides the priority."""
-        return "service_tier" if self.priority is None and self.service_tier else "priority"
+        names_tier = self.priority is None and self.service_tier in TIER_PRIORITIES
+        return "service_tier" if names_tier else "priority"
 
     @property
     def answered_tier(self) -> str | None:
         """The field ``service_tier`` of the answer; ``None``: it has none, as with OpenAI."""
-        return "default" if self.service_tier == "auto" else self.service_tier
+        if self.service_tier is None:
+            return None
+        is_other = self.service_tier == "auto" or self.service_tier not in TIER_PRIORITIES
+        return "default" if is_other else self.service_tier
 
 
 class _GenerationRequest(RequestBody):
@@ -241,7 +253,7 @@ class _GenerationRequest(RequestBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def unknown_fields(self) -> list[str]:
-        """Includes formats of a schema that the server leaves out."""
+        """Includes keywords of a schema that the server leaves out."""
         names = super().unknown_fields()
         wanted = self.response_format
         for prefix, part in (
@@ -252,7 +264,7 @@ class _GenerationRequest(RequestBody):
             if part:
                 names += [f"{prefix}.{name}" for name in part.unknown_fields()]
         schema = (self.wanted_output or {}).get("json_schema")
-        return [*names, *unknown_formats(schema, self.schema_field)]
+        return [*names, *unknown_keywords(schema, self.schema_field)]
 
     def read_elsewhere(self) -> Container[str]:
         return _UNSUPPORTED
@@ -354,7 +366,7 @@ class ChatRequest(_GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: ToolsField | None = None
+    given_tools: Annotated[ToolsField | None, Field(alias="tools")] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JSONField | None = None
@@ -365,7 +377,7 @@ class ChatRequest(_GenerationRequest):
 
     @model_validator(mode="after")
     def _check_tools(self) -> ChatRequest:
-        check_tools(self.tools or [], self.tool_choice)
+        check_tools(self.given_tools or [], self.tool_choice)
         return self
 
     @model_validator(mode="after")
@@ -375,6 +387,12 @@ class ChatRequest(_GenerationRequest):
         if self.max_completion_tokens is not None and self.max_tokens is not None:
             raise ValueError("max_tokens: max_completion_tokens is given too; give one of them")
         return self
+
+    @property
+    def tools(self) -> list[FunctionTool]:
+        """The functions that the model gets to know."""
+        given = self.given_tools or ()
+        return [one for one in given if one.is_served][:MAX_TOOLS]
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -392,7 +410,7 @@ class ChatRequest(_GenerationRequest):
             nested.add(name)
             if len(nested) == MAX_NAMES:
                 break
-        tools = unknown_tool_fields(self.tools or [])
+        tools = unknown_tool_fields(self.given_tools or [])
         return [*super().unknown_fields(), *sorted(nested), *tools]
 
     def _unknown_message_fields(self) -> Iterator[str]:

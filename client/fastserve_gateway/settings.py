@@ -9,6 +9,7 @@ from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 
 from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.browsers import check_origins
 from fastserve_gateway.model_formats import FormatNames
 
 
@@ -33,6 +34,8 @@ class GatewaySettings:
     formats: FormatNames = field(default_factory=FormatNames)
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of models in the API. ``*`` stands for all other names."""
+    cors_origins: Sequence[str] = ()
+    """Sites whose pages may use the gateway from a browser; ``*``: all."""
     share_kv: bool = False
     """True: tenants use each other's KV of equal beginnings of prompts, which usage then shows."""
 
@@ -44,6 +47,8 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         _refuse_twice("url", [str(Endpoint.parse(url)) for url in self.urls])
         _refuse_twice("model", self.models)
+        _refuse_twice("cors_origin", self.cors_origins)
+        check_origins(self.cors_origins)
         if "" in self.models:
             raise InvalidRequest("model: got an empty name; must be the model's name at Triton")
         for alias, name in self.aliases.items():

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Any
 
-from fastserve_client.schema_formats import has_unknown_format, schema_parts
+from fastserve_client.schema_formats import left_out_keywords, schema_parts
 from pydantic import BaseModel, ConfigDict, model_validator
 
 MAX_NAMES = 20
@@ -28,16 +28,20 @@ def first_names(names: Iterable[str]) -> list[str]:
     return [name[:MAX_NAME_CHARS] for name in islice(names, MAX_NAMES)]
 
 
-def unknown_formats(schema: Any, path: str) -> list[str]:
-    """The first formats of a schema that the server leaves out.
+def unknown_keywords(schema: Any, path: str) -> list[str]:
+    """The first keywords of a schema that the server leaves out.
 
     Args:
         path: the schema's.
     """
-    places = (place for place, part in schema_parts(schema) if has_unknown_format(part))
+    found = (
+        (place, name)
+        for place, part in schema_parts(schema)
+        for name in left_out_keywords(part, schema)
+    )
     return [
-        f"{path}.format" if place is None else f"{path}.{place.text()}.format"
-        for place in islice(places, MAX_NAMES)
+        f"{path}.{name}" if place is None else f"{path}.{place.text()}.{name}"
+        for place, name in islice(found, MAX_NAMES)
     ]
 
 

@@ -18,7 +18,7 @@ from fastserve_gateway.list_fields import TokensField
 from fastserve_gateway.model_formats import DescribedFormats
 from fastserve_gateway.schemas import ChatRequest
 from fastserve_gateway.strict_fields import Body
-from fastserve_gateway.tool_fields import MAX_TOOLS
+from fastserve_gateway.tool_fields import MAX_GIVEN_TOOLS
 
 _CHAT_FIELDS = ("messages", *protocol.CHAT_OPTIONS)
 
@@ -38,7 +38,7 @@ class TokenizeRequest(TaskBody):
 
     prompt: str | None = None
     messages: Annotated[list[Any], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Any], Field(max_length=MAX_GIVEN_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

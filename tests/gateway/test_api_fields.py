@@ -358,7 +358,7 @@ def test_fields_of_messages() -> None:
             {"tool_choice": {"type": "any", "disable_parallel_tool_use": "yes"}},
             "tool_choice.disable_parallel_tool_use: must be true or false",
         ),
-        ({"thinking": {"type": "always"}}, "thinking.type: "),
+        ({"thinking": {"type": 1}}, "thinking.type: "),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: "),
     ],

@@ -257,7 +257,7 @@ def test_an_objective_that_is_no_time(alone: TestClient, name: str, value: str) 
         ({"priority": "0"}, "priority"),
         ({"priority": 1.5}, "priority"),
         ({"priority": True}, "priority"),
-        ({"service_tier": "scale"}, "service_tier"),
+        ({"service_tier": 1}, "service_tier"),
         ({"service_tier": "default", "priority": 1}, "service_tier"),
         ({"service_tier": "flex", "priority": 0}, "service_tier"),
         ({"tenant": 5}, "tenant"),

@@ -190,3 +190,16 @@ def test_a_client_that_goes_away_ends_its_job(
         events.close()
         wait_for(lambda: chat_gateway.num_requests("/v1/responses", 499) > closed)
     wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1)
+
+
+def test_the_ai_sdks_second_turn(client: OpenAI) -> None:
+    """It refers to what was answered before, with a gateway's default settings."""
+    user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    body: dict[str, Any] = {"model": "fastserve", "max_output_tokens": 2}
+    first = client.responses.create(input=[user], **body)
+    assert first.store is True
+    items = [user, {"type": "item_reference", "id": first.output[0].id}, user]
+    second = client.responses.create(input=items, **body)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    third = client.responses.create(input=[user], previous_response_id=second.id, **body)
+    assert third.usage.input_tokens > second.usage.input_tokens

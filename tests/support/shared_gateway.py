@@ -26,10 +26,9 @@ def gateway(
 def chat_gateway(
     chat_endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """A gateway to the trained model, which stores responses."""
+    """A gateway to the trained model."""
     log_path = tmp_path_factory.mktemp("chat-gateway") / "gateway.log"
-    flags = ("--response-store-mib", "1")
-    with running_gateway(f"grpc://{chat_endpoints.grpc_url}", log_path, *flags) as running:
+    with running_gateway(f"grpc://{chat_endpoints.grpc_url}", log_path) as running:
         yield running
 
 

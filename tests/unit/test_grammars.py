@@ -427,8 +427,8 @@ class TestProcess:
                 (StructuredOutput(regex="(?=a)b"), "look-around"),
                 (StructuredOutput(regex=r"[^\s\S]"), "nothing matches it"),
                 (StructuredOutput(json_schema={"type": "strin"}), "Invalid type"),
-                (StructuredOutput(json_schema={"uniqueItems": True}), "uniqueItems"),
-                (StructuredOutput(json_schema={"propertyNames": {"pattern": "a"}}), "propertyN"),
+                (StructuredOutput(json_schema={"contains": {}}), "contains"),
+                (StructuredOutput(json_schema={"propertyNames": {"pattern": "("}}), ""),
                 (StructuredOutput(grammar="start: other"), "unknown name"),
                 (StructuredOutput(grammar="start: <|nothing|>"), ""),
             ]

@@ -289,7 +289,15 @@ def gateway(
         typer.Option(
             min=0, help="Memory for responses that others may continue, shared by tenants; 0: none."
         ),
-    ] = 0,
+    ] = 32,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of pages that may use the gateway from a browser, such as "
+            "https://chat.example.com; * is any. Can be repeated.",
+            show_default="none",
+        ),
+    ] = None,
     keep_alive_s: Annotated[
         int,
         typer.Option(
@@ -334,6 +342,7 @@ def gateway(
         max_moves=max_moves,
         max_stored_bytes=response_store_mib << 20,
         formats=FormatNames(tool_format, reasoning_format),
+        cors_origins=cors_origin or (),
         share_kv=share_kv,
     )
     run_gateway(settings, host, port, _print_gateway, keep_alive_s)
@@ -345,16 +354,37 @@ def launch(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGS...", help="For the agent.")
     ] = None,
-    url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:9000",
-    model: Annotated[str, typer.Option(help="Name of the model at the gateway.")] = MODEL_NAME,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="The gateway, which must run.",
+            show_default="http://127.0.0.1:9000, or one of its own",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the model at the gateway.",
+            show_default=f"{MODEL_NAME}, or the first of its own",
+        ),
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            help="Start a server with these arguments of fastserve serve, and a gateway, on free "
+            "ports; both end with the agent. Quote several.",
+            show_default="if no gateway runs, the embedded model",
+        ),
+    ] = None,
 ) -> None:
-    """Start a coding agent against a running gateway. Its own configuration stays as it is.
+    """Start a coding agent against a gateway. The agent's own configuration stays as it is.
 
-    If the gateway has keys, FASTSERVE_API_KEY must be one of them.
+    Without --url, a server and a gateway are started if no gateway runs. If a running gateway has
+    keys, FASTSERVE_API_KEY must be one of them.
     """
     from fastserve_backend.cli.launch import launch_agent
 
-    launch_agent(agent, arguments or [], url, model)
+    raise typer.Exit(launch_agent(agent, arguments or [], url=url, model=model, serve=serve))
 
 
 def _aliases(given: list[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 from matrices import rounds
+from rotary_checkpoints import randomize
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -70,10 +71,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
 ) -> None:
     torch.manual_seed(3)
     reference = AutoModelForCausalLM.from_config(MODELS[name]).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in reference.named_parameters():
-            is_norm = "norm" in parameter_name and parameter_name.endswith("weight")
-            parameter.normal_(1.0 if is_norm else 0.0, 0.4)
+    randomize(reference, 0.4)
     reference.save_pretrained(tmp_path)
     rng = random.Random(9)
     prompts = [

@@ -128,7 +128,7 @@ class Switches(TypedDict, total=False):
     norm_has_weight: bool
     norm_has_bias: bool
     norms: NormNames
-    qk_norm: QKNorm
+    qk_norm: QKNorm | None
     qk_norm_follows_rotation: bool
     qkv_bias: bool
     out_bias: bool

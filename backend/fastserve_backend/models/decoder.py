@@ -244,35 +244,32 @@ class DecoderModel(RotaryLM):
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
         """Also divides products that a checkpoint has fused, and tensors of all experts."""
         config = self._config
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        ffn = config.intermediate_size
-        fused = {
-            "self_attn.qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            "mlp.gate_up_proj": {"gate_proj": ffn, "up_proj": ffn},
-        }
-        is_reordered = config.fused_qkv != "parts"
         last = config.num_layers + config.spare_layers
         spare = tuple(f"layers.{layer}." for layer in range(config.num_layers, last))
-        canonical = (one for one in super()._canonical(source) if not one.name.startswith(spare))
+        canonical: WeightSource = super()._canonical(source)
         if config.experts is not None:
             canonical = experts_apart(canonical, config.experts)
         for stored in canonical:
+            if stored.name.startswith(spare):
+                continue
             if config.has_transposed_layers and stored.name.startswith("layers."):
                 stored = transposed(stored)
-            layer, _, kind = stored.name.rpartition(".")
-            parts = next((fused[one] for one in fused if layer.endswith(one)), None)
-            if parts is None:
-                yield stored
-            else:
-                block, _, _ = layer.rpartition(".")
-                if is_reordered and layer.endswith("self_attn.qkv_proj"):
-                    rows = qkv_rows(config)
-                    yield from rows_apart(
-                        stored, {f"{block}.{part}.{kind}": own for part, own in rows.items()}
-                    )
-                    continue
-                names = {f"{block}.{part}.{kind}": size for part, size in parts.items()}
-                yield from split_rows(stored, names)
+            yield from self._parts_of(stored)
+
+    def _parts_of(self, stored: StoredTensor) -> Iterator[StoredTensor]:
+        """Those of a product that the checkpoint has fused; otherwise the tensor itself."""
+        layer, _, kind = stored.name.rpartition(".")
+        block, _, _ = layer.rpartition(".")
+        ffn = self._config.intermediate_size
+        if layer.endswith("self_attn.qkv_proj"):
+            rows = qkv_rows(self._config)
+            yield from rows_apart(stored, {f"{block}.{one}.{kind}": rows[one] for one in rows})
+        elif layer.endswith("mlp.gate_up_proj"):
+            yield from split_rows(
+                stored, {f"{block}.{one}.{kind}": ffn for one in ("gate_proj", "up_proj")}
+            )
+        else:
+            yield stored
 
 
 def _norm(config: DecoderConfig, part: ModelPart) -> RMSNorm | LayerNorm:

@@ -89,14 +89,14 @@ class RotaryLM(CausalLM):
         head: LMHead,
     ) -> None:
         tokens_name, self._tokens = tokens
-        positions_name, self._positions = positions or ("", None)
+        self._positions = None if positions is None else positions[1]
         self._embedding_factor = float(torch.tensor(embedding_factor, dtype=part.dtype))
         self._rotaries = rotaries
         self._layers = layers
         final_norm_name, self._final_norm = final_norm
         first = prefixed(tokens_name, self._tokens.parameters())
-        if self._positions is not None:
-            first |= prefixed(positions_name, self._positions.parameters())
+        if positions is not None:
+            first |= prefixed(positions[0], positions[1].parameters())
         super().__init__(
             part,
             prefixes=prefixes,

@@ -55,6 +55,8 @@ def _read_rows(stored: StoredTensor, rows: list[int], shard: Shard) -> StoredWei
     own = rows[shard[0]] if shard else rows
     first = min(own)
     stretch = stored.read((slice(first, max(own) + 1), *shard[1:]))
+    if own == list(range(first, first + len(own))):
+        return stretch
     return reordered(stretch, torch.tensor(own) - first)
 
 

@@ -222,7 +222,8 @@ def _of_best_groups(keys: Tensor, rule: RoutingRule) -> Tensor:
     sums = by_group.topk(min(2, by_group.shape[2])).values.sum(dim=-1)
     is_left = torch.ones_like(sums, dtype=torch.bool)
     is_left.scatter_(1, sums.topk(rule.chosen_groups).indices, value=False)
-    return by_group.masked_fill(is_left[..., None], -torch.inf).flatten(1)
+    best: Tensor = by_group.masked_fill(is_left[..., None], -torch.inf).flatten(1)
+    return best
 
 
 def _within_margin(scores: Tensor, chosen: Tensor, margin: float) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decoder_checkpoints import VARIANTS as DECODER_VARIANTS
+from decoder_checkpoints import of_each
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
@@ -53,7 +54,7 @@ def test_published_sizes(name: str, millions: float) -> None:
     assert round(config.num_parameters / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", of_each(MODELS))
 def test_parameters_are_counted(name: str, tmp_path: Path) -> None:
     theirs = random_model(MODELS[name])
     theirs.save_pretrained(tmp_path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
 import transformers
+from _pytest.mark import ParameterSet
 from transformers import PreTrainedConfig
 
 POSITIONS = 48
@@ -267,3 +269,45 @@ FAMILIES: dict[str, Variant] = {
     **MIXTURES,
 }
 VARIANTS = {name: variant.config() for name, variant in FAMILIES.items()}
+
+ALIKE = frozenset(
+    {
+        "arcee",
+        "cwm",
+        "dots1",
+        "exaone4_without_windows",
+        "falcon",
+        "falcon2",
+        "falcon_sequential",
+        "flex_olmo",
+        "gemma",
+        "gemma2",
+        "glm",
+        "gpt2_unscaled",
+        "granitemoe",
+        "hunyuan_v1_dense",
+        "internlm3",
+        "ministral",
+        "mistral",
+        "mistral_without_windows",
+        "mixtral",
+        "olmo2",
+        "phi_norms",
+        "phi4_mini",
+        "qwen2",
+        "qwen3",
+        "qwen3_biases",
+        "seed_oss",
+        "smollm3",
+        "starcoder2_without_biases",
+    }
+)
+"""Variants of which others have each part. `make test` compares their logits alone."""
+
+
+def of_each(names: Iterable[str], *more: Any) -> list[ParameterSet]:
+    """Parameters of a test: a variant's name, and more that are the same for all."""
+    return [
+        pytest.param(name, *more, marks=(pytest.mark.repeated,) if name in ALIKE else ())
+        for name in names
+    ]

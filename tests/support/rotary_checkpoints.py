@@ -79,7 +79,7 @@ def randomize(model: PreTrainedModel, deviation: float) -> None:
     """Make the weights, biases and norms random, and the biases of routers too."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = "norm" in name and name.endswith("weight")
+            is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
             parameter.normal_(1.0 if is_norm else 0.0, deviation)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -14,7 +14,13 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 from matrices import rounds
 from rotary_checkpoints import randomize
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -27,7 +33,7 @@ SWITCH = 150
 """Longer contexts of phi3_long have another rotation."""
 CAPPED_TIE = 1e-5
 """Soft caps bring large logits so near to each other that the rounding of tanh decides."""
-# With these each part of a layer runs that a family may have.
+# Those that differ most from LLaMA and from each other.
 FIRST = ("gpt_neox", "cohere2", "gemma2_capped", "gpt_oss", "olmo2", "phi3_long", "smollm3_windows")
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -39,19 +45,20 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
-MODELS: dict[str, Any] = {
-    "llama": LlamaConfig(**SHAPE, num_key_value_heads=2),
-    "gpt_neox": GPTNeoXConfig(**SHAPE),
-}
 LONG = {"rope_parameters": long_rope(8, SWITCH)}
-MODELS |= {
-    name: variant.config(
-        **SHAPE
-        | ({"sliding_window": 50} if variant.has_windows else {})
-        | (LONG if name == "phi3_long" else {})
-    )
-    for name, variant in FAMILIES.items()
-}
+MODELS = ("llama", "gpt_neox", *FAMILIES)
+
+
+def config_of(name: str, tensor_size: int) -> PreTrainedConfig:
+    """tensor_size: ranks that share the heads."""
+    if name == "llama":
+        return LlamaConfig(**SHAPE, num_key_value_heads=2)
+    if name == "gpt_neox":
+        return GPTNeoXConfig(**SHAPE)
+    variant = FAMILIES[name]
+    window = {"sliding_window": 50} if variant.has_windows else {}
+    long = LONG if name == "phi3_long" else {}
+    return variant.config(**SHAPE | window | long, divides=tensor_size > 1)
 
 
 def repeated_unless(is_first: bool) -> tuple[pytest.MarkDecorator, ...]:
@@ -70,7 +77,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
     name: str, tensor_size: int, num_stages: int, tmp_path: Path, tokenizer: Path
 ) -> None:
     torch.manual_seed(3)
-    reference = AutoModelForCausalLM.from_config(MODELS[name]).eval()
+    reference = AutoModelForCausalLM.from_config(config_of(name, tensor_size)).eval()
     randomize(reference, 0.4)
     reference.save_pretrained(tmp_path)
     rng = random.Random(9)

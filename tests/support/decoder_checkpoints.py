@@ -30,7 +30,7 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_a
 class Variant:
     """Fields of a family's configuration, beside small sizes.
 
-    dividing: those that differ for a model that four ranks can share.
+    dividing: those that differ for a model that several ranks can share.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Variant:
     ) -> None:
         self._class = getattr(transformers, f"{family}Config")
         self._fields = SIZES | fields
-        self._dividing = {"num_key_value_heads": 4, **(dividing or {})}
+        self._dividing = dividing or {}
 
     @property
     def model_type(self) -> str:
@@ -49,11 +49,9 @@ class Variant:
     def has_windows(self) -> bool:
         return self._fields.get("sliding_window") is not None
 
-    def divisible(self) -> PreTrainedConfig:
-        return self.config(**self._dividing)
-
-    def config(self, **changes: Any) -> PreTrainedConfig:
-        config: PreTrainedConfig = self._class(**self._fields | changes)
+    def config(self, *, divides: bool = False, **changes: Any) -> PreTrainedConfig:
+        dividing = self._dividing if divides else {}
+        config: PreTrainedConfig = self._class(**self._fields | dividing | changes)
         return config
 
 

@@ -90,6 +90,14 @@ MIXTURES: dict[str, Variant] = {
         moe_intermediate_size=24,
         tie_word_embeddings=False,
     ),
+    "exaone_moe": Variant(
+        "ExaoneMoe",
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        **WINDOWED,
+        **ALTERNATING,
+    ),
     "flex_olmo": Variant("FlexOlmo", **EXPERTS),
     "glm4_moe": Variant(
         "Glm4Moe", **DEEPSEEK, **HEAD_DIM, use_qk_norm=True, n_group=4, topk_group=2
@@ -108,6 +116,14 @@ MIXTURES: dict[str, Variant] = {
     "hunyuan_v1_moe": Variant("HunYuanMoEV1", num_experts=6, moe_topk=2, **HEAD_DIM),
     "minimax_m2": Variant(
         "MiniMaxM2", num_local_experts=6, num_experts_per_tok=2, head_dim=16, rotary_dim=8
+    ),
+    "solar_open": Variant(
+        "SolarOpen",
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=16,
+        attention_bias=True,
     ),
     "phimoe": Variant(
         "Phimoe",
@@ -206,6 +222,8 @@ FAMILIES: dict[str, Variant] = {
     ),
     "helium": Variant("Helium", **HEAD_DIM, hidden_size=64),
     "internlm3": Variant("InternLM3", **HEAD_DIM, attention_bias=True, mlp_bias=True),
+    "iquestcoder": Variant("IQuestCoder", **HEAD_DIM),
+    "jais2": Variant("Jais2"),
     "ministral": Variant("Ministral", **HEAD_DIM, **WINDOWED, **ALTERNATING),
     "ministral3": Variant(
         "Ministral3",
@@ -284,7 +302,11 @@ ALIKE = frozenset(
         "gpt2_unscaled",
         "granitemoe",
         "hunyuan_v1_dense",
+        "exaone_moe",
         "internlm3",
+        "iquestcoder",
+        "jais2",
+        "solar_open",
         "ministral",
         "mistral",
         "mistral_without_windows",

@@ -71,6 +71,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "ERNIE 4.5 21B-A3B, 300B-A47B", biased_routers.read_ernie4_5_moe
         ),
         "exaone4": Architecture("EXAONE 4", olmo.read_exaone4),
+        "exaone_moe": Architecture("K-EXAONE", biased_routers.read_exaone_moe),
         "falcon": Architecture("Falcon 7B to 180B, Falcon 2", falcon.read_falcon),
         "flex_olmo": Architecture("FlexOlmo", mixtures.read_flex_olmo),
         "gemma": Architecture("Gemma 1", gemma.read_gemma),
@@ -96,6 +97,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "hunyuan_v1_dense": Architecture("Hunyuan 0.5B to 7B", hunyuan.read_hunyuan_dense),
         "hunyuan_v1_moe": Architecture("Hunyuan A13B", hunyuan.read_hunyuan_moe),
         "internlm3": Architecture("InternLM 3", llama.read_internlm3),
+        "iquestcoder": Architecture("IQuest-Coder V1", llama.read_iquestcoder),
+        "jais2": Architecture("Jais 2", layer_norm.read_jais2),
         "llama": Architecture(
             "LLaMA 1 to 3.3, SmolLM 1 and 2, Falcon 3, Yi, DeepSeek LLM, TinyLlama",
             llama.read_llama,
@@ -136,6 +139,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "seed_oss": Architecture("Seed-OSS", llama.read_seed_oss),
         "smollm3": Architecture("SmolLM3", smollm.read_smollm3),
+        "solar_open": Architecture("Solar Open", biased_routers.read_solar_open),
         "stablelm": Architecture("StableLM 2 1.6B, Zephyr 3B", layer_norm.read_stablelm),
         "starcoder2": Architecture("StarCoder2", layer_norm.read_starcoder2),
         "vaultgemma": Architecture("VaultGemma", gemma.read_vaultgemma),

@@ -1,5 +1,5 @@
 """Mixtures whose routers have a bias for the choice alone, which balances the experts' load
-(DeepSeek-V3, 2024): GLM 4.5, dots.llm1, MiniMax M2 and ERNIE 4.5."""
+(DeepSeek-V3, 2024): GLM 4.5, Solar Open, K-EXAONE, dots.llm1, MiniMax M2 and ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_windows,
 )
 from fastserve_backend.checkpoints.experts_config import ExpertsConfig, read_choices, read_groups
+from fastserve_backend.checkpoints.families.olmo import read_exaone_layers
 from fastserve_backend.checkpoints.families.rotation import partial_rotary, whole_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
@@ -38,6 +39,51 @@ def read_glm4_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfi
         experts=_sigmoid_experts(raw, 128, 8, shared=1, renormalises=True),
         dense_layers=_first_layers(raw, sizes, 1),
         spare_layers=raw.whole_number("num_nextn_predict_layers", 1),
+    )
+
+
+def read_solar_open(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    sizes = Sizes.read(
+        raw, layers=48, hidden=4096, heads=64, kv_heads=8, head_dim=128, ffn=10240, vocab=196608,
+        positions=131072,
+    )  # fmt: skip
+    return DecoderConfig.read(
+        raw,
+        common,
+        "solar_open",
+        sizes,
+        [partial_rotary(raw, sizes, theta=1e6, share=1.0)],
+        norm_eps=raw.number("rms_norm_eps", 1e-5),
+        end=(),
+        qkv_bias=raw.boolean("attention_bias", False),
+        experts=_sigmoid_experts(raw, 128, 8, shared=1, renormalises=True, ffn=1280),
+    )
+
+
+def read_exaone_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    """EXAONE 4's windows and rotations; norms before the blocks."""
+    sizes = Sizes.read(
+        raw, layers=32, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocab=102400,
+        positions=2048,
+    )  # fmt: skip
+    windows, rotations = read_exaone_layers(raw, sizes)
+    first = _first_layers(raw, sizes, 1)
+    default = ["dense" if layer in first else "sparse" for layer in range(sizes.layers)]
+    kinds = raw.choices("mlp_layer_types", tuple(default), ("dense", "sparse"))
+    raw = raw.renamed({"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"})
+    return DecoderConfig.read(
+        raw,
+        common,
+        "exaone_moe",
+        sizes,
+        [whole_rotary(raw, sizes)],
+        norm_eps=raw.number("rms_norm_eps", 1e-5),
+        end=(53,),
+        qk_norm="head",
+        rotary_of_layer=rotations,
+        window_of_layer=windows,
+        experts=_sigmoid_experts(raw, 64, 8, shared=1, renormalises=True, ffn=1024, factor=2.5),
+        dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"),
     )
 
 
@@ -137,7 +183,14 @@ def read_ernie4_5_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderC
 
 
 def _sigmoid_experts(
-    raw: HFConfig, count: int | None, top_k: int | None, *, shared: int | None, renormalises: bool
+    raw: HFConfig,
+    count: int | None,
+    top_k: int | None,
+    *,
+    shared: int | None,
+    renormalises: bool,
+    ffn: int = 1408,
+    factor: float = 1.0,
 ) -> ExpertsConfig:
     """DeepSeek-V3's fields. The arguments are the family's defaults; None: there is none."""
     raw.choice("hidden_act", "silu", ("silu",))
@@ -148,7 +201,7 @@ def _sigmoid_experts(
             raise raw.error(key, "an integer of at least 1")
     count, top_k = read_choices(raw, "n_routed_experts", count or 1, top_k or 1)
     groups, chosen_groups = read_groups(raw, count, top_k)
-    ffn = raw.integer("moe_intermediate_size", 1408)
+    ffn = raw.integer("moe_intermediate_size", ffn)
     return ExpertsConfig(
         count=count,
         top_k=top_k,
@@ -158,7 +211,7 @@ def _sigmoid_experts(
             renormalises=raw.boolean("norm_topk_prob", renormalises),
             groups=groups,
             chosen_groups=chosen_groups,
-            factor=raw.number("routed_scaling_factor", 1.0),
+            factor=raw.number("routed_scaling_factor", factor),
         ),
         has_choice_bias=True,
         shared_size=raw.whole_number("n_shared_experts", shared or 1) * ffn,

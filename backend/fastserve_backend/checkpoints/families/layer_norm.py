@@ -1,5 +1,5 @@
-"""Decoders with layer norms: StarCoder2 (Lozhkov et al. 2024), Nemotron 4, StableLM 2 and
-Persimmon."""
+"""Decoders with layer norms: StarCoder2 (Lozhkov et al. 2024), Nemotron 4, StableLM 2, Jais 2
+and Persimmon."""
 
 from __future__ import annotations
 
@@ -66,6 +66,29 @@ def read_nemotron(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfi
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=raw.boolean("mlp_bias", False),
+        mlp=("up_proj", "down_proj"),
+        activation=read_activation(raw, "hidden_act", "relu2"),
+    )
+
+
+def read_jais2(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    sizes = Sizes.read(
+        raw, layers=32, hidden=3328, heads=26, ffn=26624, vocab=150272, positions=8192
+    )
+    has_bias = raw.boolean("attention_bias", True)
+    return DecoderConfig.read(
+        raw,
+        common,
+        "jais2",
+        sizes,
+        [whole_rotary(raw, sizes)],
+        norm_eps=raw.number("layer_norm_eps", 1e-5),
+        end=(150024,),
+        norm="layer",
+        norm_has_bias=True,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=raw.boolean("mlp_bias", True),
         mlp=("up_proj", "down_proj"),
         activation=read_activation(raw, "hidden_act", "relu2"),
     )

@@ -1,5 +1,5 @@
-"""LLaMA (Touvron et al. 2023), and Apertus, Arcee, CWM, ERNIE 4.5, Helium, InternLM 3 and
-Seed-OSS with its layers.
+"""LLaMA (Touvron et al. 2023), and Apertus, Arcee, CWM, ERNIE 4.5, Helium, InternLM 3,
+IQuest-Coder and Seed-OSS with its layers.
 
 Here and in the other families, fields that a config.json leaves out have the defaults that
 transformers' configuration class documents.
@@ -211,6 +211,27 @@ def read_internlm3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=has_bias,
+    )
+
+
+def read_iquestcoder(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    if raw.boolean("use_sliding_window", False) or "clip_qkv" in raw:
+        raise raw.error("use_sliding_window", "false, and no clip_qkv, as in all such models")
+    sizes = Sizes.read(
+        raw, layers=80, hidden=5120, heads=40, kv_heads=8, head_dim=128, ffn=27648, vocab=76800,
+        positions=131072,
+    )  # fmt: skip
+    has_bias = raw.boolean("attention_bias", False)
+    return DecoderConfig.read(
+        raw,
+        common,
+        "iquestcoder",
+        sizes,
+        [whole_rotary(raw, sizes)],
+        norm_eps=raw.number("rms_norm_eps", 1e-5),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=raw.boolean("mlp_bias", False),
     )
 
 

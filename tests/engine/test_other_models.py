@@ -33,6 +33,8 @@ SWITCH = 150
 """Longer contexts of phi3_long have another rotation."""
 CAPPED_TIE = 1e-5
 """Soft caps bring large logits so near to each other that the rounding of tanh decides."""
+SUMMED_TIE = 5e-6
+"""Ranks add in another order than transformers: a few units in the last place of a logit."""
 # Those that differ most from LLaMA and from each other.
 FIRST = ("gpt_neox", "cohere2", "gemma2_capped", "gpt_oss", "olmo2", "phi3_long", "smollm3_windows")
 SHAPE: dict[str, Any] = {
@@ -107,7 +109,8 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
         logits = logits_of(reference, prompt + answer, SWITCH if name == "phi3_long" else None)
         logits = logits[len(prompt) - 1 : -1]
         lost = logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert lost.max() <= (CAPPED_TIE if "capped" in name else 0.0), lost.max()
+        tie = SUMMED_TIE if tensor_size > 1 else 0.0
+        assert lost.max() <= (CAPPED_TIE if "capped" in name else tie), lost.max()
 
 
 @torch.inference_mode()

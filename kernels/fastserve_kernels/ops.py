@@ -52,6 +52,7 @@ from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
 from fastserve_kernels.quantized_linear import QuantizedLinear
 from fastserve_kernels.routes import Routes
+from fastserve_kernels.routing_rule import RoutingRule
 
 __all__ = [
     "Activation",
@@ -62,6 +63,7 @@ __all__ = [
     "PackedLinear",
     "QuantizedLinear",
     "Routes",
+    "RoutingRule",
     "activate",
     "activate_mul",
     "add",
@@ -373,17 +375,19 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     return kernels_for(x).clamped_swiglu(x, alpha, limit)
 
 
-def choose(scores: Tensor, choices: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
-    """For each token the experts with the highest scores, and their weights in the sum.
+def choose(
+    scores: Tensor, choices: int, rule: RoutingRule, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For each token the experts with the highest keys, and their weights in the sum.
 
     scores: [T, experts], rows contiguous.
-    choices: for each token, at most the number of experts.
-    renormalises: whether weights are the softmax of the chosen scores, or parts of that of all.
+    choices: for each token, at most the number of experts in the groups that it may choose from.
+    bias: float32 [experts], contiguous: added to the weights, for the choice alone.
 
-    Returns two contiguous tensors [T, choices], the highest score first: weights, float32, and the
+    Returns two contiguous tensors [T, choices], the highest key first: weights, float32, and the
     experts' numbers, int64.
     """
-    return (compiled_for(scores) or plain_torch).choose(scores, choices, renormalises=renormalises)
+    return (compiled_for(scores) or plain_torch).choose(scores, choices, rule, bias)
 
 
 def sort_choices(experts: Tensor, first: int, count: int) -> Routes:

@@ -13,7 +13,14 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.rank_protocol.layer_kinds import BlockNeeds
 from matrices import rounds
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
+from rotary_checkpoints import randomize
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -26,7 +33,9 @@ SWITCH = 150
 """Longer contexts of phi3_long have another rotation."""
 CAPPED_TIE = 1e-5
 """Soft caps bring large logits so near to each other that the rounding of tanh decides."""
-# With these each part of a layer runs that a family may have.
+SUMMED_TIE = 5e-6
+"""Ranks add in another order than transformers: a few units in the last place of a logit."""
+# Those that differ most from LLaMA and from each other.
 FIRST = ("gpt_neox", "cohere2", "gemma2_capped", "gpt_oss", "olmo2", "phi3_long", "smollm3_windows")
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -38,19 +47,20 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
-MODELS: dict[str, Any] = {
-    "llama": LlamaConfig(**SHAPE, num_key_value_heads=2),
-    "gpt_neox": GPTNeoXConfig(**SHAPE),
-}
 LONG = {"rope_parameters": long_rope(8, SWITCH)}
-MODELS |= {
-    name: variant.config(
-        **SHAPE
-        | ({"sliding_window": 50} if variant.has_windows else {})
-        | (LONG if name == "phi3_long" else {})
-    )
-    for name, variant in FAMILIES.items()
-}
+MODELS = ("llama", "gpt_neox", *FAMILIES)
+
+
+def config_of(name: str, tensor_size: int) -> PreTrainedConfig:
+    """tensor_size: ranks that share the heads."""
+    if name == "llama":
+        return LlamaConfig(**SHAPE, num_key_value_heads=2)
+    if name == "gpt_neox":
+        return GPTNeoXConfig(**SHAPE)
+    variant = FAMILIES[name]
+    window = {"sliding_window": 50} if variant.has_windows else {}
+    long = LONG if name == "phi3_long" else {}
+    return variant.config(**SHAPE | window | long, divides=tensor_size > 1)
 
 
 def repeated_unless(is_first: bool) -> tuple[pytest.MarkDecorator, ...]:
@@ -69,11 +79,8 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
     name: str, tensor_size: int, num_stages: int, tmp_path: Path, tokenizer: Path
 ) -> None:
     torch.manual_seed(3)
-    reference = AutoModelForCausalLM.from_config(MODELS[name]).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in reference.named_parameters():
-            is_norm = "norm" in parameter_name and parameter_name.endswith("weight")
-            parameter.normal_(1.0 if is_norm else 0.0, 0.4)
+    reference = AutoModelForCausalLM.from_config(config_of(name, tensor_size)).eval()
+    randomize(reference, 0.4)
     reference.save_pretrained(tmp_path)
     rng = random.Random(9)
     prompts = [
@@ -102,7 +109,8 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
         logits = logits_of(reference, prompt + answer, SWITCH if name == "phi3_long" else None)
         logits = logits[len(prompt) - 1 : -1]
         lost = logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert lost.max() <= (CAPPED_TIE if "capped" in name else 0.0), lost.max()
+        tie = SUMMED_TIE if tensor_size > 1 else 0.0
+        assert lost.max() <= (CAPPED_TIE if "capped" in name else tie), lost.max()
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import kernel_reference as reference
 import pytest
 import torch
 from case_shapes import but_dtype
@@ -9,6 +10,7 @@ from experts_cases import Mixture, cases, choices_of
 from fastserve_kernels import ops
 from fastserve_kernels.cpu import plain_torch
 from fastserve_kernels.quantized_weight import QuantizedWeight
+from fastserve_kernels.routing_rule import RoutingRule
 from kernel_cases import Case
 from quantized_cases import LAYERS
 from torch import Tensor
@@ -149,7 +151,7 @@ def test_choices_have_the_highest_scores(
     wide = torch.full((tokens, experts + 7), 100).to(dtype)
     wide[:, :experts] = (ranks - 20) / 8  # distinct in all dtypes
     scores = wide[:, :experts]
-    weights, chosen = ops.choose(scores, choices, renormalises=renormalises)
+    weights, chosen = ops.choose(scores, choices, RoutingRule(renormalises=renormalises))
     assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int64)
     assert weights.shape == chosen.shape == (tokens, choices)
     assert torch.equal(chosen, ranks.argsort(dim=1, descending=True)[:, :choices])
@@ -164,10 +166,34 @@ def test_choices_among_equals_and_without_numbers() -> None:
     ops.set_cpu_backend("compiled")
     nan, inf = float("nan"), float("inf")
     scores = torch.tensor([[1.0, 2, 2, 1], [nan, 3, nan, 4], [-inf] * 4, [0, inf, 1, inf]])
-    weights, chosen = ops.choose(scores, 3, renormalises=True)
+    weights, chosen = ops.choose(scores, 3, RoutingRule())
     assert chosen.tolist() == [[1, 2, 0], [0, 2, 3], [0, 1, 2], [1, 3, 2]]
     assert weights[0].tolist() == pytest.approx([0.422319, 0.422319, 0.155362], abs=1e-6)
     assert weights[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("rule", "has_bias"),
+    [
+        (RoutingRule(scoring="sigmoid", factor=2.5), True),
+        (RoutingRule(scoring="sigmoid", renormalises=False), False),
+        (RoutingRule(scoring="sigmoid", groups=4, chosen_groups=2, renormalises=False), True),
+        (RoutingRule(groups=3, chosen_groups=2, renormalises=False), False),
+        (RoutingRule(groups=12, chosen_groups=7, factor=0.5), True),
+        (RoutingRule(), True),
+        (RoutingRule(renormalises=False, margin=0.3), False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [0, 60])
+def test_rules_of_routers(backend: str, rule: RoutingRule, has_bias: bool, tokens: int) -> None:
+    wide = torch.randn(tokens, 12 + 5)
+    scores, bias = wide[:, :12], torch.randn(12) if has_bias else None
+    weights, chosen = ops.choose(scores, 4, rule, bias)
+    for token in range(tokens):
+        expected = reference.routed(scores[token], 4, rule, bias)
+        assert chosen[token].tolist() == list(expected)
+        assert weights[token].tolist() == pytest.approx(list(expected.values()), rel=1e-5)
 
 
 def test_sums_of_plain_torch_have_no_part_of_other_ranks_rows() -> None:

@@ -25,7 +25,9 @@ ROTARY = {
     "neox_sequential": GPTNeoXConfig(**NEOX, use_parallel_residual=False),
     "neox_tied": GPTNeoXConfig(**NEOX, tie_word_embeddings=True),
 }
-ROTARY |= {name: variant.config(num_key_value_heads=4) for name, variant in DECODERS.items()}
+ROTARY |= {
+    name: variant.config(num_key_value_heads=4, divides=True) for name, variant in DECODERS.items()
+}
 MODELS: dict[str, Any] = ROTARY | {f"opt_{name}": None for name in OPT_VARIANTS}
 
 

@@ -68,6 +68,8 @@ class PagedExecutor:
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        if ours is not None:
+            heads, head_dim = ours.num_kv_heads, ours.head_dim
         self._kv = torch.full(
             (total, config.num_hidden_layers, 2, heads, BLOCK_SIZE, head_dim), float("nan")
         )

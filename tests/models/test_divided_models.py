@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decoder_checkpoints import FAMILIES as DECODERS
+from decoder_checkpoints import of_each
 from divisible_models import MODELS, saved
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
@@ -32,7 +33,11 @@ def divided(directory: Path, tensor_size: int, num_stages: int) -> DividedModel:
     [
         *((name, *sizes) for name in MODELS if name not in DECODERS for sizes in SIZES),
         # They share the classes that divide a model, so that one division of each is enough.
-        *((name, *SIZES[index % len(SIZES)]) for index, name in enumerate(DECODERS)),
+        *(
+            one
+            for index, name in enumerate(DECODERS)
+            for one in of_each([name], *SIZES[index % len(SIZES)])
+        ),
     ],
 )
 def test_logits(name: str, tensor_size: int, num_stages: int, tmp_path: Path) -> None:

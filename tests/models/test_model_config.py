@@ -134,8 +134,8 @@ def test_max_model_len(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type is 'bert', expected one of arcee, cohere, "),
-        ({"model_type": None}, "model_type is None, expected one of arcee, cohere, "),
+        ({"model_type": "bert"}, "model_type is 'bert', expected one of apertus, arcee, "),
+        ({"model_type": None}, "model_type is None, expected one of apertus, arcee, "),
         ({"hidden_size": 30}, "hidden_size is 30, expected a multiple of num_attention_heads, 4"),
         ({"num_attention_heads": 8}, "hidden_size / heads is 4, but .* need a multiple of 8"),
         ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),

@@ -44,6 +44,7 @@ def test_whole_prompts_batched(pair: tuple[PreTrainedModel, CausalLM]) -> None:
     check(theirs, executor)
 
 
+@pytest.mark.repeated  # the next test decodes, too
 def test_decode_one_by_one(pair: tuple[PreTrainedModel, CausalLM]) -> None:
     theirs, ours = pair
     executor = PagedExecutor(ours, theirs.config, prompts(20, 20), seed=2)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoder_checkpoints import POSITIONS
+from decoder_checkpoints import POSITIONS, of_each
 from decoder_checkpoints import VARIANTS as DECODERS
 from divisible_models import saved as saved_divisible
 from fastserve_backend.checkpoints.load_config import load_model_config
@@ -139,7 +139,7 @@ def check_steps(config: ModelConfig) -> None:
     assert kv.any()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", of_each(MODELS))
 def test_steps_of_all_sizes(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     check_steps(load_model_config(str(tmp_path), load_format="auto", dtype="float32"))

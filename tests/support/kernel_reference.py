@@ -16,6 +16,7 @@ import torch
 from fastserve_kernels import ops
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
+from fastserve_kernels.routing_rule import RoutingRule
 from torch import Tensor
 
 
@@ -207,6 +208,41 @@ def grouped_linear(
             if biases is not None:
                 y[row] += biases[group].double()
     return y
+
+
+def routed(
+    scores: Tensor, choices: int, rule: RoutingRule, bias: Tensor | None
+) -> dict[int, float]:
+    """See `RoutingRule`: the experts that a token chooses, the best first, and their weights.
+
+    scores: [experts].
+    """
+    exact = scores.double().tolist()
+    count = len(exact)
+    powers = [math.exp(one) for one in exact]
+    if rule.scoring == "softmax":
+        parts = [power / sum(powers) for power in powers]
+    else:
+        parts = [power / (1 + power) for power in powers]
+    keys = parts if bias is None else [sum(p) for p in zip(parts, bias.tolist(), strict=True)]
+    size = count // rule.groups
+    groups = [range(start, start + size) for start in range(0, count, size)]
+    groups.sort(key=lambda group: -sum(sorted(keys[i] for i in group)[-2:]))
+    left = [expert for group in groups[: rule.chosen_groups] for expert in group]
+    chosen = sorted(left, key=lambda expert: -keys[expert])[:choices]
+    weights = {expert: parts[expert] for expert in chosen}
+    if rule.margin is not None:
+        for place, expert in enumerate(chosen):
+            high = exact[expert]
+            near = (
+                powers[i]
+                for i in range(count)
+                if i not in chosen[:place]
+                and (high - exact[i]) / max(abs(exact[i]), high) <= rule.margin
+            )
+            weights[expert] = powers[expert] / sum(near)
+    total = sum(weights.values()) if rule.renormalises else 1.0
+    return {expert: weight / total * rule.factor for expert, weight in weights.items()}
 
 
 def mixture(y: Tensor, experts: Tensor, weights: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:

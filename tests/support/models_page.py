@@ -68,26 +68,34 @@ def _parts(configs: list[ModelConfig]) -> str:
 
 def _switches(config: DecoderConfig) -> dict[str, bool]:
     windows, rotations = set(config.windows), set(config.rotary_of_layer)
-    dim = config.rotaries[0].dim
+    rotary = config.rotaries[0] if config.rotaries else None
     return {
         "biases of query, key and value": config.qkv_bias and not config.out_bias,
         "norms of queries and keys": config.qk_norm is not None,
         "layer norms": config.norm == "layer",
         "norms after the blocks": config.norms == NORMS_AFTER,
         "norms before and after the blocks": config.norms.count == 4,
-        "one norm for both blocks": config.is_parallel,
+        "one norm for both blocks": config.is_parallel and config.norms.count == 1,
+        "both blocks side by side": config.is_parallel and config.norms.count == 2,
+        "embedded positions in place of rotation": config.table_positions > 0,
         "sliding windows": windows != {None} and None not in windows,
         "sliding windows in some layers": len(windows) > 1,
-        "layers without rotation": None in rotations,
+        "layers without rotation": len(rotations) > 1 and None in rotations,
         "two rotations": len(rotations - {None}) > 1,
-        "rotation of a part of each head": dim < config.head_dim,
+        "rotation of a part of each head": rotary is not None and rotary.dim < config.head_dim,
         "rotation of neighbours": config.rotates_neighbours,
-        "queries that grow with their position": config.rotaries[0].query_growth is not None,
+        "queries that grow with their position": rotary is not None
+        and rotary.query_growth is not None,
         "soft caps": bool(config.attention_soft_cap or config.logit_soft_cap),
         "attention sinks": config.has_sinks,
         "a feed-forward without gate": len(config.mlp) == 2,
+        "a learned activation": config.activation == "xielu",
         "a mixture of experts": config.experts is not None,
         "a shared expert": bool(config.experts and config.experts.shared_size),
+        "a router with biases": bool(config.experts and config.experts.has_choice_bias),
+        "a router with a margin": bool(
+            config.experts and config.experts.routing.margin is not None
+        ),
         "some layers without experts": bool(config.dense_layers),
         "scaled embeddings": config.embedding_factor != 1.0,
         "scaled logits": config.logit_factor != 1.0,

@@ -71,8 +71,16 @@ def random_model(config: Any) -> PreTrainedModel:
     """A transformers model whose weights, biases and norms are all random."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config).eval()
+    randomize(model, 0.15)
+    return model
+
+
+def randomize(model: PreTrainedModel, deviation: float) -> None:
+    """Make the weights, biases and norms random, and the biases of routers too."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = "norm" in name and name.endswith("weight")
-            parameter.normal_(1.0 if is_norm else 0.0, 0.15)
-    return model
+            is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
+            parameter.normal_(1.0 if is_norm else 0.0, deviation)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, deviation)

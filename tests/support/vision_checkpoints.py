@@ -55,5 +55,12 @@ WITH_IMAGES = {
     ),
     "qwen2_vl": _whole("qwen2_vl", QWEN_TEXT, vision_config={**QWEN_VISION, "hidden_size": 64}),
     "qwen3_vl": _whole("qwen3_vl", QWEN_TEXT | HEAD_DIM, vision_config=QWEN_VISION),
+    "qwen3_vl_moe": _whole(
+        "qwen3_vl_moe",
+        QWEN_TEXT
+        | HEAD_DIM
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+        vision_config=QWEN_VISION,
+    ),
     "smolvlm": _whole("smolvlm", LLAMA),
 }

@@ -1,4 +1,4 @@
-"""The configuration of a rotary decoder: the switches by which most families of models differ.
+"""The configuration of a decoder: the switches by which most families of models differ.
 
 The defaults are LLaMA's. `families` reads each family's config.json into one of these.
 """
@@ -16,10 +16,14 @@ from fastserve_backend.checkpoints.rotary_config import Rotary
 
 NormKind = Literal["rms", "layer"]
 """Root mean square, or layer norm."""
-QKNorm = Literal["head", "all_heads", "layer_by_head"]
+QKNorm = Literal["head", "all_heads", "layer", "layer_by_head"]
 """Norm of queries and keys: RMS of each head, or of all heads of a token together; or a layer norm
-for each head."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+of each head, with weights that heads share or for each head."""
+FusedQKV = Literal["parts", "by_kv_head", "in_quarters"]
+"""The order of rows if query, key and value are one matrix in the checkpoint: all queries, keys and
+values; for each KV head its queries, its key and its value; or four times a quarter of the queries,
+of the values and of the keys (CodeGen)."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The types of layers, as config.json names them."""
@@ -57,6 +61,7 @@ NORMS_AROUND = NormNames(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+Names = tuple[tuple[str, str], ...]
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -123,7 +128,8 @@ class Switches(TypedDict, total=False):
     norm_has_weight: bool
     norm_has_bias: bool
     norms: NormNames
-    qk_norm: QKNorm
+    qk_norm: QKNorm | None
+    qk_norm_follows_rotation: bool
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -143,11 +149,18 @@ class Switches(TypedDict, total=False):
     logit_soft_cap: float | None
     experts: ExpertsConfig | None
     dense_layers: tuple[int, ...]
+    head_bias: bool
+    table_positions: int
+    module_names: Names
+    layer_names: Names
+    fused_qkv: FusedQKV
+    has_transposed_layers: bool
+    spare_layers: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder with rotary positions."""
+    """A decoder, mostly with rotary positions."""
 
     norm_eps: float
     norm: NormKind = "rms"
@@ -157,6 +170,7 @@ class DecoderConfig(ModelConfig):
     norm_has_bias: bool = False
     norms: NormNames = NormNames()
     qk_norm: QKNorm | None = None
+    qk_norm_follows_rotation: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -188,6 +202,19 @@ class DecoderConfig(ModelConfig):
     experts: ExpertsConfig | None = None
     """In place of the feed-forward block of each layer, except `dense_layers`."""
     dense_layers: tuple[int, ...] = ()
+    head_bias: bool = False
+    table_positions: int = 0
+    """An embedding of each of so many positions is added to that of the token; 0: none is."""
+    module_names: Names = ()
+    """The checkpoint's names for the model's modules, where they differ, and ours."""
+    layer_names: Names = ()
+    """The same for the modules of a layer."""
+    fused_qkv: FusedQKV = "parts"
+    has_transposed_layers: bool = False
+    """The layers' matrices are [in, out] in the checkpoint."""
+    spare_layers: int = 0
+    """The checkpoint may have so many layers after the last one. They predict more than the next
+    token, and nobody computes them (GLM 4.5)."""
 
     @classmethod
     def read(
@@ -217,6 +244,9 @@ class DecoderConfig(ModelConfig):
         """
         if "activation" not in switches:
             switches["activation"] = read_activation(raw, "hidden_act", "silu")
+        is_tied = raw.boolean("tie_word_embeddings", ties)
+        if is_tied and switches.get("head_bias", False):
+            raise raw.error("tie_word_embeddings", "false, since the LM head has a bias")
         return cls(
             **common,
             architecture=name,
@@ -227,9 +257,11 @@ class DecoderConfig(ModelConfig):
             head_dim=sizes.head_dim,
             intermediate_size=sizes.ffn,
             vocab_size=sizes.vocab,
-            max_model_len=min(rotary.max_positions for rotary in rotaries),
+            max_model_len=min(
+                (rotary.max_positions for rotary in rotaries), default=sizes.positions
+            ),
             eos_token_ids=raw.token_ids("eos_token_id", end),
-            tie_word_embeddings=raw.boolean("tie_word_embeddings", ties),
+            tie_word_embeddings=is_tied,
             norm_eps=norm_eps,
             rotaries=tuple(rotaries),
             **switches,
@@ -237,7 +269,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def rotary_switch(self) -> int | None:
-        switch = self.rotaries[0].switch
+        switch = self.rotaries[0].switch if self.rotaries else None
         return None if switch is None or self.max_model_len <= switch else switch
 
     @property
@@ -266,6 +298,8 @@ class DecoderConfig(ModelConfig):
     def num_parameters(self) -> int:
         tables = 1 if self.tie_word_embeddings else 2
         total = self._num_layers_parameters + tables * self.num_head_parameters
+        total += self.head_bias * self.vocab_size
+        total += self.table_positions * self.hidden_size
         return total + self._num_norm_parameters
 
     @property
@@ -285,6 +319,7 @@ class DecoderConfig(ModelConfig):
         hidden, ffn = self.hidden_size, self.intermediate_size
         feed_forward = len(self.mlp) * hidden * ffn
         feed_forward += self.mlp_bias * ((len(self.mlp) - 1) * ffn + hidden)
+        feed_forward += 4 * (self.activation == "xielu")
         blocks = (self.experts_of(layer) for layer in range(self.num_layers))
         return self.num_layers * self._num_attention_parameters + sum(
             feed_forward if experts is None else experts.num_parameters(hidden)
@@ -301,6 +336,8 @@ class DecoderConfig(ModelConfig):
         layer += self.qkv_bias * (q + 2 * kv) + self.out_bias * hidden
         if self.qk_norm == "head":
             layer += 2 * self.head_dim
+        elif self.qk_norm == "layer":
+            layer += 4 * self.head_dim
         elif self.qk_norm is not None:
             layer += q + kv
         return layer + self.has_sinks * self.num_heads

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastserve_kernels.routing_rule import RoutingRule
+
 from fastserve_backend.checkpoints.hf_config import HFConfig
 
 
@@ -21,23 +23,27 @@ class ExpertsConfig:
     experts for each token (Shazeer et al. 2017).
 
     intermediate_size: features between an expert's two products.
-    renormalises: the weights of the chosen experts sum to 1: they are the softmax of the chosen
-        scores. Otherwise they are taken from the softmax of all scores.
+    routing: how the router turns scores into choices and weights.
+    has_choice_bias: each expert has a bias, which counts for the choice alone.
     has_biases: of the router and of the experts' products.
     is_fused: gate and up are one tensor in the checkpoint, whose rows take turns (gpt-oss).
+    may_be_transposed: the checkpoint may have all experts' matrices as [in, out] (Qwen3-VL).
     clamped_gate: None: SiLU of the gate.
-    shared_size: features of one more expert, which computes all tokens, with a gate of its own;
-        0: there is none.
+    shared_size: features of one more expert, which computes all tokens; 0: there is none.
+    shared_has_gate: its result is multiplied by the logistic function of one more product.
     """
 
     count: int
     top_k: int
     intermediate_size: int
-    renormalises: bool
+    routing: RoutingRule
+    has_choice_bias: bool = False
     has_biases: bool = False
     is_fused: bool = False
+    may_be_transposed: bool = False
     clamped_gate: ClampedGate | None = None
     shared_size: int = 0
+    shared_has_gate: bool = False
 
     def num_expert_parameters(self, hidden: int) -> int:
         """Elements of one expert's weights."""
@@ -46,8 +52,8 @@ class ExpertsConfig:
 
     def num_common_parameters(self, hidden: int) -> int:
         """Elements of what every token uses: the router and the shared expert."""
-        router = self.count * (hidden + self.has_biases)
-        shared = (3 * self.shared_size + 1) * hidden if self.shared_size else 0
+        router = self.count * (hidden + self.has_biases + self.has_choice_bias)
+        shared = (3 * self.shared_size + self.shared_has_gate) * hidden
         return router + shared
 
     def num_parameters(self, hidden: int) -> int:
@@ -60,11 +66,14 @@ class ExpertsConfig:
         return 1.0 - (1.0 - self.top_k / self.count) ** tokens
 
 
-def read_choices(raw: HFConfig, count_key: str, count: int, top_k: int) -> tuple[int, int]:
+def read_choices(
+    raw: HFConfig, count_key: str, count: int, top_k: int, *, top_k_key: str = "num_experts_per_tok"
+) -> tuple[int, int]:
     """The number of experts and of those that a token chooses.
 
     Args:
-        count_key: its field; transformers 5 may write ``num_local_experts`` in its place.
+        count_key, top_k_key: their fields; transformers 5 may write ``num_local_experts`` in place
+            of the first.
         count, top_k: the family's defaults.
 
     Raises:
@@ -72,7 +81,21 @@ def read_choices(raw: HFConfig, count_key: str, count: int, top_k: int) -> tuple
     """
     other_key = "num_local_experts"
     count = raw.integer(count_key, raw.integer(other_key, count))
-    top_k = raw.integer("num_experts_per_tok", top_k)
+    top_k = raw.integer(top_k_key, top_k)
     if top_k > count:
-        raise raw.error("num_experts_per_tok", f"at most the {count} experts")
+        raise raw.error(top_k_key, f"at most the {count} experts")
     return count, top_k
+
+
+def read_groups(raw: HFConfig, count: int, top_k: int) -> tuple[int, int]:
+    """The groups of `count` experts, and those of them from which a token chooses `top_k`.
+
+    Raises:
+        ModelError: the groups differ in size, or have too few experts.
+    """
+    groups, chosen = raw.integer("n_group", 1), raw.integer("topk_group", 1)
+    if count % groups:
+        raise raw.error("n_group", f"a divisor of the {count} experts")
+    if chosen > groups or top_k > chosen * (count // groups):
+        raise raw.error("topk_group", f"as many of the {groups} groups as have {top_k} experts")
+    return groups, chosen

@@ -28,9 +28,13 @@ _SHOWN_CHARS = 200
 class HFConfig:
     """The fields of a config.json. Every getter raises ModelError, naming file, field and value."""
 
-    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None
+    ) -> None:
+        """names: the file's own names for fields, where they differ, for messages."""
         self.source = source
         self._raw = raw
+        self._names = names or {}
 
     def __contains__(self, key: str) -> bool:
         return self._raw.get(key) is not None
@@ -43,7 +47,8 @@ class HFConfig:
         shown = repr(self._raw.get(key))
         if len(shown) > _SHOWN_CHARS:
             shown = f"{shown[:_SHOWN_CHARS]}…"
-        return ModelError(f"{self.source}: {key} is {shown}, expected {allowed}")
+        name = self._names.get(key, key)
+        return ModelError(f"{self.source}: {name} is {shown}, expected {allowed}")
 
     def integer(self, key: str, default: int) -> int:
         value = self._raw.get(key)
@@ -54,6 +59,10 @@ class HFConfig:
         if value > (most := most_of_field(key)):
             raise self.error(key, f"a plausible integer, at most {most}")
         return value
+
+    def whole_number(self, key: str, default: int) -> int:
+        """An integer of at least 0."""
+        return 0 if self._raw.get(key) == 0 else self.integer(key, default)
 
     def number(self, key: str, default: float | None) -> float:
         """A finite number above 0, or ``default`` if there is none. Without a default (None) the
@@ -140,7 +149,32 @@ class HFConfig:
 
     def with_default(self, key: str, value: object) -> HFConfig:
         """The same fields, and this one if it is missing."""
-        return self if key in self else HFConfig({**self._raw, key: value}, self.source)
+        return self if key in self else self.with_value(key, value)
+
+    def with_value(self, key: str, value: object) -> HFConfig:
+        """The same fields, but this one."""
+        return HFConfig({**self._raw, key: value}, self.source, self._names)
+
+    def without(self, *keys: str) -> HFConfig:
+        """The same fields, but these."""
+        fields = {name: value for name, value in self._raw.items() if name not in keys}
+        return HFConfig(fields, self.source, self._names)
+
+    def renamed(self, names: Mapping[str, str]) -> HFConfig:
+        """The same fields, but by our names. names: theirs -> ours."""
+        found = {theirs: ours for theirs, ours in names.items() if theirs in self._raw}
+        fields = {**self._raw, **{ours: self._raw[theirs] for theirs, ours in found.items()}}
+        own_names = {ours: theirs for theirs, ours in found.items()}
+        return HFConfig(fields, self.source, {**self._names, **own_names})
+
+    def with_one_for_all(self, key: str) -> HFConfig:
+        """The same fields, with a number in place of a list that has it for each layer."""
+        value = self._raw.get(key)
+        if not isinstance(value, list):
+            return self
+        if not value or any(one != value[0] for one in value):
+            raise self.error(key, "one number for all layers")
+        return self.with_value(key, value[0])
 
     def period(self, key: str, default: int) -> int:
         """After how many layers a pattern repeats: a number, or a letter for each layer of one

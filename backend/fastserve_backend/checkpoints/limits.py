@@ -26,6 +26,11 @@ _FIELDS: Mapping[str, int] = MappingProxyType(
         "moe_intermediate_size": 1 << 20,
         "shared_expert_intermediate_size": 1 << 20,
         "vocab_size": 1 << 22,
+        "shared_intermediate_size": 1 << 20,
+        "n_shared_experts": 1 << 10,
+        "moe_num_shared_experts": 1 << 10,
+        "n_routed_experts": 1 << 14,
+        "moe_num_experts": 1 << 14,
         "num_experts": 1 << 14,
         "num_local_experts": 1 << 14,
     }

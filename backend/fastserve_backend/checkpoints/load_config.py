@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fastserve_backend.checkpoints.architectures import ARCHITECTURES, TEXT_OF
+from fastserve_backend.checkpoints.architectures import ARCHITECTURES, REFUSED, TEXT_OF
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
@@ -85,6 +85,9 @@ def load_model_config(
     except OSError as error:  # such as a directory on the way that may not be searched
         raise ModelError(f"model {model!r} cannot be read: {error.strerror}") from None
     # Those of `TEXT_OF` are replaced by their text model's; they are listed for the message.
+    for refused, reason in REFUSED.items():
+        if raw.states("model_type", [refused]):
+            raise raw.error("model_type", f"another: such models are not supported, since {reason}")
     model_type = raw.choice("model_type", None, tuple(sorted((*ARCHITECTURES, *TEXT_OF))))
     if model_type in TEXT_OF:
         raise raw.error("text_config", "an object with the fields of the text model")

@@ -123,6 +123,10 @@ class CausalLM(ABC):
             hidden = ops.lookup_rows(hidden, sampled)  # a prefill needs only its last token's
         return self._head(hidden) if len(hidden) else None
 
+    def _own_name(self, name: str) -> str:
+        """The name by which the architecture knows a checkpoint's tensor, without its prefixes."""
+        return name
+
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
         unused = []
         for stored in source:
@@ -131,6 +135,7 @@ class CausalLM(ABC):
             name = stored.name
             for prefix in self._prefixes:
                 name = name.removeprefix(prefix)
+            name = self._own_name(name)
             if _module(name) in self._modules:
                 yield replace(stored, name=name)
             else:
@@ -161,6 +166,7 @@ class LMHead:
         tied_to: the name of the embedding's tensor, and the embedding whose table the head shares;
             None if the head has a table of its own.
         projection: a layer of the architecture that comes before the head.
+        has_bias: whether it adds a bias. A tied head has none.
         factor: of the logits.
         soft_cap: c turns each logit l into c · tanh(l / c), after the factor.
     """
@@ -174,13 +180,14 @@ class LMHead:
         tied_to: tuple[str, VocabEmbedding] | None,
         part: ModelPart,
         projection: Linear | None = None,
+        has_bias: bool = False,
         factor: float = 1.0,
         soft_cap: float | None = None,
     ) -> None:
         self.name = name
         self._projection = projection
         self._factor, self._soft_cap = factor, soft_cap
-        self._linear = ColumnLinear(hidden, {name: vocab}, bias=False, part=part)
+        self._linear = ColumnLinear(hidden, {name: vocab}, bias=has_bias, part=part)
         self._tensor_name = f"{name}.weight"
         self._vocab = vocab
         self._tied_to = tied_to
@@ -194,7 +201,7 @@ class LMHead:
         if not self._part.is_last:
             return {}
         if self._tied_to is None:
-            return {self._tensor_name: self._parameter}
+            return self._linear.parameters()
         return {} if self._part.is_first else {self._tied_to[0]: self._parameter}
 
     def __call__(self, hidden: Tensor) -> Tensor | None:

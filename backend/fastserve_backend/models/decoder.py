@@ -6,6 +6,7 @@ and the final norm. Checkpoint names are those of transformers' models without "
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from fastserve_backend.models.experts import Experts
 from fastserve_backend.models.feed_forward import FeedForward
 from fastserve_backend.models.layers import (
     ColumnLinear,
+    Embedding,
     LayerNorm,
     RMSNorm,
     RowLinear,
@@ -32,6 +34,7 @@ from fastserve_backend.models.layers import (
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.qk_norms import qk_norms_of
 from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
+from fastserve_backend.models.stored_layers import qkv_rows, rows_apart, transposed
 from fastserve_backend.models.weights import (
     Parameter,
     StoredTensor,
@@ -40,6 +43,8 @@ from fastserve_backend.models.weights import (
     reordered,
     split_rows,
 )
+
+_IN_LAYER = re.compile(r"(layers\.\d+)\.(.+)")
 
 
 class SelfAttention:
@@ -91,13 +96,20 @@ class SelfAttention:
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden]. For ``rotations`` see `RotaryLayer`."""
         qkv = self._qkv(x)
-        if self._norms is not None:
+        norms_follow = self._config.qk_norm_follows_rotation
+        if self._norms is not None and not norms_follow:
             self._norms(qkv)
         if self._config.clip_qkv is not None:
             ops.clamp_(qkv, self._config.clip_qkv)
         if self._rotation is None:
             return self._out(self._attend(qkv, batch, kv))
         cos_sin, query_factors = rotations[self._rotation]
+        if self._norms is not None and norms_follow:
+            attend = self._attend
+            by_head = qkv.view(len(qkv), -1, attend.head_dim)
+            ops.rotate(by_head[:, : attend.heads + attend.kv_heads], cos_sin)
+            self._norms(qkv)
+            return self._out(attend(qkv, batch, kv))
         if query_factors is not None:
             query = qkv[:, : self._attend.heads * self._attend.head_dim]
             ops.scale_rows_(query, query_factors)
@@ -162,9 +174,12 @@ class DecoderLayer:
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `RotaryLayer`."""
-        residual, normed = _added(self._attention_in, update, residual)
+        before = residual
+        residual, normed = _added(self._attention_in, update, before)
         attended = self._attention(normed, rotations, batch, kv)
         if self._is_parallel:  # both read the same input, and one sum over the ranks serves both
+            if self._feed_forward_in is not None:
+                _, normed = self._feed_forward_in(update, before)
             return self._tensor.sum(ops.add(attended, self._feed_forward(normed))), residual
         attended = self._finished(attended, self._attention_out)
         residual, normed = _added(self._feed_forward_in, attended, residual)
@@ -185,9 +200,15 @@ class DecoderModel(RotaryLM):
         tokens = VocabEmbedding(vocab, hidden, part=part)
         tied_to = ("embed_tokens.weight", tokens) if config.tie_word_embeddings else None
         super().__init__(
-            prefixes=("model.", "language_model.", "text_model.", "model."),
+            prefixes=("transformer.", "model.", "language_model.", "text_model.", "model."),
+            computed=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
             part=part,
             tokens=("embed_tokens", tokens),
+            positions=(
+                ("embed_positions", Embedding(config.table_positions, hidden, part=part))
+                if config.table_positions
+                else None
+            ),
             embedding_factor=config.embedding_factor,
             rotaries=[
                 RotaryEmbedding(rotary, config.max_model_len, part.device)
@@ -203,30 +224,52 @@ class DecoderModel(RotaryLM):
                 part=part,
                 factor=config.logit_factor,
                 soft_cap=config.logit_soft_cap,
+                has_bias=config.head_bias,
             ),
         )
+
+    def _own_name(self, name: str) -> str:
+        """With our names for its modules (`DecoderConfig.module_names` and ``layer_names``)."""
+        module, dot, rest = name.partition(".")
+        name = f"{dict(self._config.module_names).get(module, module)}{dot}{rest}"
+        match = _IN_LAYER.fullmatch(name)
+        if match is None:
+            return name
+        layer, within = match.groups()
+        for theirs, ours in self._config.layer_names:
+            if within.startswith(f"{theirs}."):
+                return f"{layer}.{ours}{within.removeprefix(theirs)}"
+        return name
 
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
         """Also divides products that a checkpoint has fused, and tensors of all experts."""
         config = self._config
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        ffn = config.intermediate_size
-        fused = {
-            "self_attn.qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            "mlp.gate_up_proj": {"gate_proj": ffn, "up_proj": ffn},
-        }
-        canonical = super()._canonical(source)
+        last = config.num_layers + config.spare_layers
+        spare = tuple(f"layers.{layer}." for layer in range(config.num_layers, last))
+        canonical: WeightSource = super()._canonical(source)
         if config.experts is not None:
             canonical = experts_apart(canonical, config.experts)
         for stored in canonical:
-            layer, _, kind = stored.name.rpartition(".")
-            parts = next((fused[one] for one in fused if layer.endswith(one)), None)
-            if parts is None:
-                yield stored
-            else:
-                block, _, _ = layer.rpartition(".")
-                names = {f"{block}.{part}.{kind}": size for part, size in parts.items()}
-                yield from split_rows(stored, names)
+            if stored.name.startswith(spare):
+                continue
+            if config.has_transposed_layers and stored.name.startswith("layers."):
+                stored = transposed(stored)
+            yield from self._parts_of(stored)
+
+    def _parts_of(self, stored: StoredTensor) -> Iterator[StoredTensor]:
+        """Those of a product that the checkpoint has fused; otherwise the tensor itself."""
+        layer, _, kind = stored.name.rpartition(".")
+        block, _, _ = layer.rpartition(".")
+        ffn = self._config.intermediate_size
+        if layer.endswith("self_attn.qkv_proj"):
+            rows = qkv_rows(self._config)
+            yield from rows_apart(stored, {f"{block}.{one}.{kind}": rows[one] for one in rows})
+        elif layer.endswith("mlp.gate_up_proj"):
+            yield from split_rows(
+                stored, {f"{block}.{one}.{kind}": ffn for one in ("gate_proj", "up_proj")}
+            )
+        else:
+            yield stored
 
 
 def _norm(config: DecoderConfig, part: ModelPart) -> RMSNorm | LayerNorm:

@@ -52,14 +52,17 @@ class Experts:
         self._activate: Callable[[Tensor], Tensor] = ops.silu_mul
         if gate := config.clamped_gate:
             self._activate = partial(ops.clamped_swiglu, alpha=gate.alpha, limit=gate.limit)
-        self._shared = (
-            _SharedExpert(config.shared_size, hidden, part) if config.shared_size else None
-        )
+        self._choice_bias: Tensor | None = None
+        if config.has_choice_bias:
+            self._choice_bias = torch.empty(config.count, device=part.device)
+        self._shared = _SharedExpert(config, hidden, part) if config.shared_size else None
 
     def parameters(self) -> dict[str, Parameter]:
-        """The tensors of the router ("gate"), of this rank's experts ("experts.<number>") and of
-        the shared one."""
+        """The tensors of the router ("gate", "choice_bias"), of this rank's experts
+        ("experts.<number>") and of the shared one."""
         wanted = self._router.parameters()
+        if self._choice_bias is not None:
+            wanted["choice_bias"] = Parameter((self._config.count,), self._choice_bias.copy_)
         for place, number in enumerate(self._own):
             wanted |= prefixed(f"experts.{number}", self._parameters_of(place))
         if self._shared is not None:
@@ -70,7 +73,7 @@ class Experts:
         """x [T, hidden] -> [T, hidden], summed over the ranks."""
         config = self._config
         weights, chosen = ops.choose(
-            self._router(x), config.top_k, renormalises=config.renormalises
+            self._router(x), config.top_k, config.routing, self._choice_bias
         )
         routes = ops.sort_choices(chosen, self._own.start, len(self._own))
         between = self._activate(self._up(x, routes.starts, routes.tokens))
@@ -158,18 +161,24 @@ def _load_in_halves(load: Load, weights: Sequence[StoredWeight], bias: Tensor | 
 
 
 class _SharedExpert:
-    """A feed-forward block for all tokens, times the logistic function of one more product
+    """A feed-forward block for all tokens, perhaps times the logistic function of one more product
     (Qwen1.5-MoE). Its features are divided among the ranks, which leave the sum to the caller."""
 
-    def __init__(self, size: int, hidden: int, part: ModelPart) -> None:
+    def __init__(self, config: ExpertsConfig, hidden: int, part: ModelPart) -> None:
+        size = config.shared_size
         self._up = ColumnLinear(hidden, {"gate_proj": size, "up_proj": size}, bias=False, part=part)
         self._down = RowLinear(size, {"down_proj": hidden}, bias=False, part=part, reduce=False)
-        self._gate = Linear(hidden, {"shared_expert_gate": 1}, bias=False, part=part)
+        self._gate = (
+            Linear(hidden, {"shared_expert_gate": 1}, bias=False, part=part)
+            if config.shared_has_gate
+            else None
+        )
 
     def parameters(self) -> dict[str, Parameter]:
-        block = {**self._up.parameters(), **self._down.parameters()}
-        return {**prefixed("shared_expert", block), **self._gate.parameters()}
+        block = prefixed("shared_expert", {**self._up.parameters(), **self._down.parameters()})
+        return block if self._gate is None else {**block, **self._gate.parameters()}
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> this rank's part of [T, hidden]."""
-        return ops.scale_by_sigmoid_(self._down(ops.silu_mul(self._up(x))), self._gate(x))
+        out = self._down(ops.silu_mul(self._up(x)))
+        return out if self._gate is None else ops.scale_by_sigmoid_(out, self._gate(x))

@@ -79,10 +79,48 @@ class LayerNormsByHead:
         heads.copy_(normed * self._weight)
 
 
-def qk_norms_of(config: DecoderConfig, part: ModelPart) -> QKNorms | LayerNormsByHead | None:
+class SharedLayerNorms:
+    """A layer norm of each head, whose weights all queries or all keys share (Phi, Persimmon)."""
+
+    def __init__(self, config: DecoderConfig, part: ModelPart) -> None:
+        self._config = config
+        size = part.tensor.size
+        self._heads = {"q_norm": config.num_heads // size, "k_norm": config.num_kv_heads // size}
+        self._weights = {
+            f"{name}.{kind}": torch.empty(config.head_dim, device=part.device)
+            for name in self._heads
+            for kind in ("weight", "bias")
+        }
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            name: Parameter((self._config.head_dim,), own.copy_, is_scale=name.endswith(".weight"))
+            for name, own in self._weights.items()
+        }
+
+    def __call__(self, qkv: Tensor) -> None:
+        """See ``QKNorms``."""
+        ops.call_on_rows(self._normalise, qkv)
+
+    def _normalise(self, qkv: Tensor) -> None:
+        head_dim, start = self._config.head_dim, 0
+        for name, count in self._heads.items():
+            heads = qkv[:, start : start + count * head_dim].unflatten(1, (count, head_dim))
+            weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
+            heads.copy_(
+                F.layer_norm(heads.float(), (head_dim,), weight, bias, self._config.norm_eps)
+            )
+            start += count * head_dim
+
+
+def qk_norms_of(
+    config: DecoderConfig, part: ModelPart
+) -> QKNorms | LayerNormsByHead | SharedLayerNorms | None:
     """The norms of a layer; None if the model has none."""
     if config.qk_norm is None:
         return None
+    if config.qk_norm == "layer":
+        return SharedLayerNorms(config, part)
     if config.qk_norm == "layer_by_head":
         return LayerNormsByHead(config, part)
     plus_one = config.norm_plus_one

@@ -17,7 +17,13 @@ from torch import Tensor
 from fastserve_backend.checkpoints.rotary_config import Rotary
 from fastserve_backend.models.attention import AttentionBatch
 from fastserve_backend.models.causal_lm import CausalLM, LMHead
-from fastserve_backend.models.layers import LayerNorm, RMSNorm, VocabEmbedding, prefixed
+from fastserve_backend.models.layers import (
+    Embedding,
+    LayerNorm,
+    RMSNorm,
+    VocabEmbedding,
+    prefixed,
+)
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter
 
@@ -62,6 +68,7 @@ class RotaryLM(CausalLM):
     Args:
         prefixes, computed: as in `CausalLM`; the rotary tables need not be named.
         tokens, final_norm: blocks with their checkpoint names.
+        positions: an embedding of positions, which is added to the tokens'.
         embedding_factor: factor of the embeddings. It is rounded to the model's dtype.
         rotaries: the layers' rotations, from which each layer chooses.
         layers: those of the part, in order.
@@ -74,6 +81,7 @@ class RotaryLM(CausalLM):
         computed: tuple[str, ...] = (),
         part: ModelPart,
         tokens: tuple[str, VocabEmbedding],
+        positions: tuple[str, Embedding] | None = None,
         embedding_factor: float = 1.0,
         rotaries: Sequence[RotaryEmbedding],
         layers: Sequence[RotaryLayer],
@@ -81,15 +89,19 @@ class RotaryLM(CausalLM):
         head: LMHead,
     ) -> None:
         tokens_name, self._tokens = tokens
+        self._positions = None if positions is None else positions[1]
         self._embedding_factor = float(torch.tensor(embedding_factor, dtype=part.dtype))
         self._rotaries = rotaries
         self._layers = layers
         final_norm_name, self._final_norm = final_norm
+        first = prefixed(tokens_name, self._tokens.parameters())
+        if positions is not None:
+            first |= prefixed(positions[0], positions[1].parameters())
         super().__init__(
             part,
             prefixes=prefixes,
             computed=(*_ROTARY_BUFFERS, *computed),
-            first=prefixed(tokens_name, self._tokens.parameters()),
+            first=first,
             layers=[layer.parameters() for layer in layers],
             last=prefixed(final_norm_name, self._final_norm.parameters()),
             head=head,
@@ -106,7 +118,10 @@ class RotaryLM(CausalLM):
     ) -> Tensor | None:
         rotations = [rotary(positions) for rotary in self._rotaries]
         residual = self._embedded(token_ids) if hidden is None else hidden
-        update = ops.zeros_like(residual)
+        if hidden is None and self._positions is not None:
+            update = self._positions(positions)
+        else:
+            update = ops.zeros_like(residual)
         for layer in self._layers:
             update, residual = layer(update, residual, rotations, batch, kv)
         if not self._part.is_last:

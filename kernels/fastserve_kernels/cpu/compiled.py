@@ -19,6 +19,7 @@ from fastserve_kernels.cpu.operations import Operation, empty, multiple
 from fastserve_kernels.cpu.program import Run
 from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.routes import Routes
+from fastserve_kernels.routing_rule import RoutingRule
 
 _OPERATIONS = {
     "fs_paged_decode": "2q9P13q2d",
@@ -52,7 +53,7 @@ _OPERATIONS_BY_ROW = {
     "fs_add_rms_norm": "q5P4q2d",
     "fs_rms_norm_heads": "q2P5q2d",
     "fs_rotate": "q2P5q",
-    "fs_choose": "q3P5q",
+    "fs_choose": "q4P8q2d",
     "fs_greedy_tokens": "q3P3q",
 }
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -350,13 +351,17 @@ class CompiledKernels:
         """See `ops.clamped_swiglu`."""
         return _gate_mul(self._clamped_swiglu, x, alpha, limit)
 
-    def choose(self, scores: Tensor, choices: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, scores: Tensor, choices: int, rule: RoutingRule, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `ops.choose`."""
         rows, count = scores.shape
         weights, chosen = empty((rows, choices), torch.float32), empty((rows, choices), torch.int64)
         self._choose(
-            _DTYPE_CODES[scores.dtype], scores.data_ptr(), weights.data_ptr(), chosen.data_ptr(),
-            rows, count, choices, scores.stride(0), renormalises,
+            _DTYPE_CODES[scores.dtype], scores.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            weights.data_ptr(), chosen.data_ptr(), rows, count, choices, scores.stride(0),
+            rule.scoring == "sigmoid", rule.renormalises, rule.groups, rule.chosen_groups,
+            rule.factor, -1.0 if rule.margin is None else rule.margin,
         )  # fmt: skip
         return weights, chosen
 

@@ -23,6 +23,10 @@ from fastserve_kernels.int8_cache import (
     quantize_tokens,
 )
 from fastserve_kernels.routes import Routes
+from fastserve_kernels.routing_rule import RoutingRule
+
+_LEAST_SUM = 1e-20
+"""Is added to the sum of weights that it divides, as in transformers."""
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -188,13 +192,50 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
-def choose(scores: Tensor, choices: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
-    """See `ops.choose`."""
-    if renormalises:
-        top, chosen = scores.float().topk(choices)
-        return top.softmax(dim=-1), chosen
-    weights, chosen = scores.float().softmax(dim=-1).topk(choices)
-    return weights, chosen
+def choose(
+    scores: Tensor, choices: int, rule: RoutingRule, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `ops.choose`. It never waits for the device, and a CUDA graph can capture it."""
+    scores = scores.float()
+    is_softmax = rule.scoring == "softmax"
+    parts = scores.softmax(dim=-1) if is_softmax else scores.sigmoid()
+    keys = scores
+    if bias is not None or rule.groups > 1:
+        keys = parts if bias is None else parts + bias
+        if rule.groups > 1:
+            keys = _of_best_groups(keys, rule)
+    chosen = keys.topk(choices).indices
+    if rule.margin is not None:
+        weights = _within_margin(scores, chosen, rule.margin)
+    elif is_softmax and rule.renormalises:
+        weights = scores.gather(1, chosen).softmax(dim=-1)
+    else:
+        weights = parts.gather(1, chosen)
+    if rule.renormalises and not is_softmax:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+    return weights * rule.factor, chosen
+
+
+def _of_best_groups(keys: Tensor, rule: RoutingRule) -> Tensor:
+    """The keys, -inf in all groups that are not among the best."""
+    by_group = keys.unflatten(1, (rule.groups, -1))
+    sums = by_group.topk(min(2, by_group.shape[2])).values.sum(dim=-1)
+    is_left = torch.ones_like(sums, dtype=torch.bool)
+    is_left.scatter_(1, sums.topk(rule.chosen_groups).indices, value=False)
+    best: Tensor = by_group.masked_fill(is_left[..., None], -torch.inf).flatten(1)
+    return best
+
+
+def _within_margin(scores: Tensor, chosen: Tensor, margin: float) -> Tensor:
+    """The weights of `RoutingRule.margin`: [T, choices]."""
+    weights = []
+    left = scores
+    for one in chosen.split(1, dim=1):
+        high = scores.gather(1, one)
+        is_far = (high - scores) / scores.abs().maximum(high) > margin
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, one))
+        left = left.scatter(1, one, -torch.inf)
+    return torch.cat(weights, dim=1)
 
 
 def sort_choices(experts: Tensor, first: int, count: int) -> Routes:

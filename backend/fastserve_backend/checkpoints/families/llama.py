@@ -1,4 +1,5 @@
-"""LLaMA (Touvron et al. 2023), and Arcee, CWM, ERNIE 4.5, Helium and Seed-OSS with its layers.
+"""LLaMA (Touvron et al. 2023), and Apertus, Arcee, CWM, ERNIE 4.5, Helium, InternLM 3,
+IQuest-Coder and Seed-OSS with its layers.
 
 Here and in the other families, fields that a config.json leaves out have the defaults that
 transformers' configuration class documents.
@@ -14,6 +15,7 @@ from fastserve_backend.checkpoints.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
+    NormNames,
     Sizes,
     read_activation,
     read_windows,
@@ -36,6 +38,16 @@ BUILTIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
+_APERTUS_ROPE = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "rope_theta": 12e6,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+)
 _CWM_ROPE = MappingProxyType(
     {
         "rope_type": "llama3",
@@ -63,6 +75,33 @@ def read_llama(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=raw.boolean("mlp_bias", False),
+    )
+
+
+def read_apertus(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    """LLaMA with norms of queries and keys, and a feed-forward without gate, whose activation is
+    learned (Swiss AI 2025)."""
+    raw = with_default_rope(raw, _APERTUS_ROPE)
+    sizes = Sizes.read(
+        raw, layers=32, hidden=4096, heads=32, ffn=14336, vocab=131072, positions=65536
+    )
+    raw.choice("hidden_act", "xielu", ("xielu",))
+    has_bias = raw.boolean("attention_bias", False)
+    return DecoderConfig.read(
+        raw,
+        common,
+        "apertus",
+        sizes,
+        [whole_rotary(raw, sizes, theta=12e6)],
+        norm_eps=raw.number("rms_norm_eps", 1e-5),
+        norms=NormNames(
+            attention_in="attention_layernorm", feed_forward_in="feedforward_layernorm"
+        ),
+        qk_norm="head",
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp=("up_proj", "down_proj"),
+        activation="xielu",
     )
 
 
@@ -150,6 +189,49 @@ def read_helium(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
         qkv_bias=raw.boolean("attention_bias", False),
         mlp_bias=raw.boolean("mlp_bias", False),
         rotates_neighbours=True,
+    )
+
+
+def read_internlm3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    raw = raw.renamed({"qkv_bias": "attention_bias", "bias": "mlp_bias"})
+    sizes = Sizes.read(
+        raw, layers=48, hidden=4096, heads=32, kv_heads=2, head_dim=128, ffn=10240, vocab=128512,
+        positions=32768,
+    )  # fmt: skip
+    has_bias = raw.boolean("attention_bias", False)
+    if raw.boolean("mlp_bias", False) != has_bias:
+        raise raw.error("mlp_bias", "the same as the bias of attention")
+    return DecoderConfig.read(
+        raw,
+        common,
+        "internlm3",
+        sizes,
+        [whole_rotary(raw, sizes)],
+        norm_eps=raw.number("rms_norm_eps", 1e-5),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=has_bias,
+    )
+
+
+def read_iquestcoder(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    if raw.boolean("use_sliding_window", False) or "clip_qkv" in raw:
+        raise raw.error("use_sliding_window", "false, and no clip_qkv, as in all such models")
+    sizes = Sizes.read(
+        raw, layers=80, hidden=5120, heads=40, kv_heads=8, head_dim=128, ffn=27648, vocab=76800,
+        positions=131072,
+    )  # fmt: skip
+    has_bias = raw.boolean("attention_bias", False)
+    return DecoderConfig.read(
+        raw,
+        common,
+        "iquestcoder",
+        sizes,
+        [whole_rotary(raw, sizes)],
+        norm_eps=raw.number("rms_norm_eps", 1e-5),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=raw.boolean("mlp_bias", False),
     )
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Unpack
 
+from fastserve_kernels.routing_rule import RoutingRule
+
 from fastserve_backend.checkpoints.decoder_config import (
     FULL,
+    NORMS_AFTER,
     SLIDING,
     DecoderConfig,
+    NormNames,
     Sizes,
     read_windows,
 )
@@ -18,6 +23,7 @@ from fastserve_backend.checkpoints.families.qwen import asked_window
 from fastserve_backend.checkpoints.families.rotation import whole_rotary, with_default_rope
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
+from fastserve_backend.checkpoints.rotary_config import Rotary
 
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -91,7 +97,7 @@ def read_mixtral(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
         norm_eps=raw.number("rms_norm_eps", 1e-5),
         window_of_layer=(window,) * sizes.layers,
         experts=ExpertsConfig(
-            count=count, top_k=top_k, intermediate_size=sizes.ffn, renormalises=True
+            count=count, top_k=top_k, intermediate_size=sizes.ffn, routing=RoutingRule()
         ),
     )
 
@@ -146,29 +152,102 @@ def read_qwen3_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
     )
 
 
+def read_qwen3_vl_moe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    """The text model of Qwen3-VL's mixtures."""
+    sizes = Sizes.read(
+        raw, layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5632, vocab=151936,
+        positions=128000,
+    )  # fmt: skip
+    has_bias = raw.boolean("attention_bias", False)
+    experts = _qwen_experts(raw, 60, 4, 1408)
+    return DecoderConfig.read(
+        raw,
+        common,
+        "qwen3_moe",
+        sizes,
+        [whole_rotary(raw, sizes, theta=5e5)],
+        norm_eps=raw.number("rms_norm_eps", 1e-6),
+        ties=True,
+        end=(),
+        qk_norm="head",
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        experts=replace(experts, routing=RoutingRule(), may_be_transposed=True),
+        dense_layers=_dense_layers(raw, sizes.layers),
+    )
+
+
 def read_olmoe(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
     """LLaMA's layers with norms of queries and keys, and experts (Muennighoff et al. 2024)."""
     sizes = Sizes.read(raw, layers=16, hidden=2048, heads=16, ffn=2048, vocab=50304, positions=4096)
-    raw.choice("hidden_act", "silu", ("silu",))
-    has_bias = raw.boolean("attention_bias", False)
-    count, top_k = read_choices(raw, "num_experts", 64, 8)
-    return DecoderConfig.read(
+    return _olmoe(
         raw,
         common,
         "olmoe",
         sizes,
-        [whole_rotary(raw, sizes)],
+        whole_rotary(raw, sizes),
+        (64, 8),
         norm_eps=raw.number("rms_norm_eps", 1e-5),
         end=(50279,),
+        norms=NormNames(),
+        clip_qkv=raw.optional_number("clip_qkv"),
+    )
+
+
+def read_flex_olmo(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    """OLMo 2's layers with experts that were trained apart (Shi et al. 2025)."""
+    sizes = Sizes.read(
+        raw, layers=32, hidden=4096, heads=32, ffn=11008, vocab=100352, positions=4096
+    )
+    return _olmoe(
+        raw,
+        common,
+        "flex_olmo",
+        sizes,
+        whole_rotary(raw, sizes, theta=5e5),
+        (7, 5),
+        norm_eps=raw.number("rms_norm_eps", 1e-6),
+        end=(100257,),
+        norms=NORMS_AFTER,
+    )
+
+
+def _olmoe(
+    raw: HFConfig,
+    common: CommonFields,
+    name: str,
+    sizes: Sizes,
+    rotary: Rotary,
+    choices: tuple[int, int],
+    *,
+    norm_eps: float,
+    end: tuple[int, ...],
+    norms: NormNames,
+    clip_qkv: float | None = None,
+) -> DecoderConfig:
+    """choices: the family's defaults for the number of experts and of those that a token
+    chooses."""
+    raw.choice("hidden_act", "silu", ("silu",))
+    has_bias = raw.boolean("attention_bias", False)
+    count, top_k = read_choices(raw, "num_experts", *choices)
+    return DecoderConfig.read(
+        raw,
+        common,
+        name,
+        sizes,
+        [rotary],
+        norm_eps=norm_eps,
+        end=end,
+        norms=norms,
         qk_norm="all_heads",
         qkv_bias=has_bias,
         out_bias=has_bias,
-        clip_qkv=raw.optional_number("clip_qkv"),
+        clip_qkv=clip_qkv,
         experts=ExpertsConfig(
             count=count,
             top_k=top_k,
             intermediate_size=sizes.ffn,
-            renormalises=raw.boolean("norm_topk_prob", False),
+            routing=RoutingRule(renormalises=raw.boolean("norm_topk_prob", False)),
         ),
     )
 
@@ -201,7 +280,7 @@ def read_gpt_oss(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
             count=count,
             top_k=top_k,
             intermediate_size=sizes.ffn,
-            renormalises=True,
+            routing=RoutingRule(),
             has_biases=True,
             is_fused=True,
             clamped_gate=ClampedGate(
@@ -221,8 +300,9 @@ def _qwen_experts(
         count=count,
         top_k=top_k,
         intermediate_size=raw.integer("moe_intermediate_size", ffn),
-        renormalises=raw.boolean("norm_topk_prob", False),
+        routing=RoutingRule(renormalises=raw.boolean("norm_topk_prob", False)),
         shared_size=shared,
+        shared_has_gate=shared > 0,
     )
 
 

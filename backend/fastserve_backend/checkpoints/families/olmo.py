@@ -84,16 +84,12 @@ def read_olmo3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
 
 
 def read_exaone4(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
-    """OLMo 2 with norms of each head. If some layers have a window, the others do not rotate."""
+    """OLMo 2 with norms of each head."""
     sizes = Sizes.read(
         raw, layers=32, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocab=102400,
         positions=2048,
     )  # fmt: skip
-    window = raw.optional_integer("sliding_window", 4096)
-    pattern = 1 if window is None else raw.period("sliding_window_pattern", 4)
-    default = [SLIDING if (layer + 1) % pattern else FULL for layer in range(sizes.layers)]
-    _, windows = read_windows(raw, window, default)
-    rotations = tuple(0 if window is None or one is not None else None for one in windows)
+    windows, rotations = read_exaone_layers(raw, sizes)
     return DecoderConfig.read(
         raw,
         common,
@@ -106,6 +102,18 @@ def read_exaone4(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig
         rotary_of_layer=rotations,
         window_of_layer=windows,
     )
+
+
+def read_exaone_layers(
+    raw: HFConfig, sizes: Sizes
+) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """The layers' windows and rotations. If some layers have a window, the others do not rotate."""
+    window = raw.optional_integer("sliding_window", 4096)
+    pattern = 1 if window is None else raw.period("sliding_window_pattern", 4)
+    default = [SLIDING if (layer + 1) % pattern else FULL for layer in range(sizes.layers)]
+    _, windows = read_windows(raw, window, default)
+    rotations = tuple(0 if window is None or one is not None else None for one in windows)
+    return windows, rotations
 
 
 def _sizes(raw: HFConfig) -> Sizes:

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "expert_choice.h"
 #include "int8_tokens.h"
 #include "team.h"
 #include "vec.h"
@@ -143,46 +144,6 @@ static void gate_rows(const Team* team, const T* x, T* out, int64_t rows, int64_
 // Both keep a NaN.
 static inline vf at_most(vf x, float limit) { return x > splat(limit) ? splat(limit) : x; }
 static inline vf at_least(vf x, float limit) { return x < splat(limit) ? splat(limit) : x; }
-
-static bool is_higher(float score, float other) {
-    return score > other || (score != score && other == other);
-}
-
-// The numbers of each row's `choices` highest scores, the highest first; of equal ones the lower number
-// comes first, and a NaN is higher than all others, as in torch. A weight is e^score, divided by the sum
-// over the chosen ones, or over all.
-template <typename T>
-static void choose(const Team* team, const T* scores, float* weights, int64_t* chosen, int64_t rows,
-                   int64_t count, int64_t choices, int64_t stride, bool renormalises) {
-    for_rows(team, rows, count * choices, [=](int64_t r) {
-        const T* row = scores + r * stride;
-        float* const best = weights + r * choices;
-        int64_t* const numbers = chosen + r * choices;
-        for (int64_t i = 0; i < count; ++i) {
-            const float score = to_float(row[i]);
-            int64_t place = std::min(i, choices);
-            while (place > 0 && is_higher(score, best[place - 1])) --place;
-            if (place == choices) continue;
-            for (int64_t j = std::min(i, choices - 1); j > place; --j) {
-                best[j] = best[j - 1];
-                numbers[j] = numbers[j - 1];
-            }
-            best[place] = score;
-            numbers[place] = i;
-        }
-        const float high = best[0];
-        float sum = 0.f;
-        for (int64_t i = 0; i < choices; ++i) {
-            best[i] = std::exp(best[i] - high);
-            sum += best[i];
-        }
-        if (!renormalises) {
-            sum = 0.f;
-            for (int64_t i = 0; i < count; ++i) sum += std::exp(to_float(row[i]) - high);
-        }
-        for (int64_t i = 0; i < choices; ++i) best[i] /= sum;
-    });
-}
 
 // out[t] = the sum of weights[t, i] * y[places[t, i]] over i, in this order. Places from `end` on add
 // nothing.
@@ -373,12 +334,15 @@ static void sum_choices_any(const Team* team, int64_t dtype, const void* y, cons
     });
 }
 
-static void choose_any(const Team* team, int64_t dtype, const void* scores, float* weights,
-                       int64_t* chosen, int64_t rows, int64_t count, int64_t choices,
-                       int64_t stride, int64_t renormalises) {
+static void choose_any(const Team* team, int64_t dtype, const void* scores, const float* bias,
+                       float* weights, int64_t* chosen, int64_t rows, int64_t count,
+                       int64_t choices, int64_t stride, int64_t is_sigmoid, int64_t renormalises,
+                       int64_t groups, int64_t chosen_groups, double factor, double margin) {
+    const RoutingRule rule{is_sigmoid != 0, renormalises != 0, groups, chosen_groups,
+                           (float)factor, (float)margin};
     with_type(dtype, [&](auto type) {
-        choose(team, (const decltype(type)*)scores, weights, chosen, rows, count, choices, stride,
-               renormalises != 0);
+        choose(team, (const decltype(type)*)scores, bias, weights, chosen, rows, count, choices,
+               stride, rule);
     });
 }
 

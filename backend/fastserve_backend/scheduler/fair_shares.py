@@ -7,7 +7,7 @@ policy orders the jobs of all tenants, and only a tenant that has had more than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fastserve_backend.job import Job, Place
@@ -44,7 +44,7 @@ class FairShares:
     tenant has jobs, all counters are forgotten.
 
     While one tenant alone has jobs, the decisions are those of its policy, and so they are while
-    nobody is held back. A decision costs O(log tenants), and O(seats) for jobs that are passed over.
+    nobody is held back. A decision costs O(log tenants), and O(seats) for jobs that it passes over.
     """
 
     def __init__(
@@ -131,10 +131,13 @@ class FairShares:
         )
 
     def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
-        """Those of the policy, as far as each tenant keeps its share of its speed."""
+        """Those of the policy. Seats that it leaves empty for one tenant are for the others, as far
+        as each keeps its share of its speed."""
         limits = self._policy.limits_for(now, num_prompts, num_decodes)
-        most = limits.max_seqs if len(self._tenants.of) <= 1 else self._most_seats()
-        return limits if limits.max_seqs <= most else replace(limits, max_seqs=most)
+        if len(self._tenants.of) <= 1:
+            return limits
+        most = self._most_seats()
+        return limits if limits.max_seqs == most else replace(limits, max_seqs=most)
 
     def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
         self._policy.on_batch_sent(batch)
@@ -145,12 +148,9 @@ class FairShares:
             name = job.service.tenant
             charged[name] = charged.get(name, 0.0) + seconds(job, num_tokens)
             num_sent[name] = num_sent.get(name, 0) + 1
-        tenants = [self._tenants.of[name] for name in charged]
-        for tenant in tenants:
-            self._tenants.charge(tenant, charged[tenant.name])
-            if self._all_run(tenant, num_sent[tenant.name]):
-                self._tenants.use_up_credit(tenant)
-        self._tenants.settle(tenants)
+        of = self._tenants.of
+        all_run = {name for name, number in num_sent.items() if self._all_run(of[name], number)}
+        self._tenants.charge(charged, all_run)
 
     def charge(self, tenant: str, seconds: float) -> None:
         """As of ``ChargesTenants``. It counts like the time of tokens, and is remembered if the
@@ -160,8 +160,7 @@ class FairShares:
             if tenants.of:
                 tenants.charge_absent(tenant, seconds)
         elif len(tenants.of) > 1:  # else its counter is compared with none
-            tenants.charge(tenants.of[tenant], seconds)
-            tenants.settle([tenants.of[tenant]])
+            tenants.charge({tenant: seconds})
 
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         self._policy.on_iteration_finished(ran, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
@@ -139,27 +139,28 @@ class TenantCounters:
     def weight(self, name: str) -> float:
         return self._weights.get(name, 1.0)
 
-    def charge(self, tenant: Tenant, service_s: float) -> None:
-        """Its jobs have used the machine. ``settle`` must follow."""
-        self._clock_s += service_s / self.total_weight
-        counter = tenant.counter + service_s / tenant.weight
-        if tenant.is_held:
-            counter = min(counter, max(tenant.counter, self._clock_s + self.tolerance_s))
-        tenant.counter = counter
+    def charge(self, service_s: Mapping[str, float], all_run: Collection[str] = ()) -> None:
+        """Tenants with jobs have used the machine.
 
-    def charge_absent(self, name: str, service_s: float) -> None:
-        """A tenant without jobs has used the machine. Others must have jobs."""
-        counter = max(self._remembered.get(name, self._least_s), self._least_s)
-        self._remembered[name] = counter + service_s / self.weight(name)
-
-    def use_up_credit(self, tenant: Tenant) -> None:
-        """All jobs of the tenant run. So it saves no more than a credit up."""
-        tenant.counter = max(tenant.counter, self._least_s)
-
-    def settle(self, charged: list[Tenant]) -> None:
-        """Hold back those that have had too much, and release those whose turn it is."""
+        Args:
+            service_s: by tenant.
+            all_run: tenants whose jobs all ran. They save nothing up meanwhile beyond a credit.
+        """
+        advance_s = sum(service_s.values()) / self.total_weight
+        self._clock_s += advance_s
+        for name, seconds in service_s.items():
+            tenant = self.of[name]
+            before = tenant.counter
+            tenant.counter += seconds / tenant.weight
+            if tenant.is_held:
+                most = max(before, self._clock_s + self.tolerance_s)
+                tenant.counter = min(tenant.counter, most)
+            if name in all_run:
+                least = min(self._least_s, before + advance_s)
+                tenant.counter = max(tenant.counter, least)
         threshold_s = self._threshold_s()
-        for tenant in charged:
+        for name in service_s:
+            tenant = self.of[name]
             if tenant.counter > threshold_s and not tenant.is_held:
                 self._set_held(tenant, True)
                 heappush(self._held, (tenant.counter, tenant.rank, tenant))
@@ -167,7 +168,12 @@ class TenantCounters:
         if self._least_s > self._forgot_up_to_s + self.tolerance_s / 4:
             self._forgot_up_to_s = self._least_s
             remembered = self._remembered.items()
-            self._remembered = {name: had_s for name, had_s in remembered if had_s > self._least_s}
+            self._remembered = {one: had_s for one, had_s in remembered if had_s > self._least_s}
+
+    def charge_absent(self, name: str, service_s: float) -> None:
+        """A tenant without jobs has used the machine. Others must have jobs."""
+        counter = max(self._remembered.get(name, self._least_s), self._least_s)
+        self._remembered[name] = counter + service_s / self.weight(name)
 
     @property
     def _least_s(self) -> float:

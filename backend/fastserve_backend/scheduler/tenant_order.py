@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from fastserve_backend.job import PLACES, Job, Place
+from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.tenant_counters import TenantCounters
 from fastserve_backend.scheduler.walk import Walk

@@ -67,7 +67,7 @@ def all_jobs(simulation: Simulation) -> list[str]:
         f"{summary.latency_s.mean:.1f}",
         f"{summary.ttft_s.p95:.2f}",
         f"{summary.output_tokens_per_s:.1f}",
-        str(sum(record.num_preemptions for record in simulation.records)),
+        str(sum(record.num_preemptions or 0 for record in simulation.records)),
         f"{max(record.ttft_s for record in simulation.records):.0f}",
     ]
 

@@ -25,6 +25,7 @@ from matrices import random_examples
 from policies import POLICIES, TIMES, LinearTimes, make_policy, select
 
 MAX_MODEL_LEN = 64
+TOLERANCE_TOKENS = 64  # so short that histories of some hundred batches have many turns
 SEEDS = st.integers(0, 2**32)
 
 
@@ -35,10 +36,11 @@ def fair(
     times: LinearTimes = TIMES,
 ) -> FairShares:
     return FairShares(
-        lambda: make_policy(name, limits, starvation_s=200.0, times=times),
+        make_policy(name, limits, starvation_s=200.0, times=times),
         times,
         weights or {},
         MAX_MODEL_LEN,
+        TOLERANCE_TOKENS,
     )
 
 
@@ -73,8 +75,10 @@ def test_a_batch_is_shared_whoever_came_first() -> None:
         policy.add(job_of("flood", number), 0.0)
     for number in range(100, 110):
         policy.add(job_of("late", number), 0.0)
-    for _ in range(50):
-        assert iterate(policy) == {"flood": 4, "late": 4}
+    ran = Counter[str]()
+    for _ in range(500):
+        ran += iterate(policy)
+    assert ran["flood"] / ran["late"] == pytest.approx(1.0, rel=0.05)
 
 
 def test_seats_follow_weights() -> None:
@@ -82,7 +86,7 @@ def test_seats_follow_weights() -> None:
     for number in range(20):
         policy.add(job_of(("heavy", "light")[number % 2], number), 0.0)
     ran = Counter[str]()
-    for _ in range(500):
+    for _ in range(3000):
         ran += iterate(policy)
     assert ran["heavy"] / ran["light"] == pytest.approx(3.0, rel=0.05)
 
@@ -92,6 +96,7 @@ def test_no_seat_stays_empty() -> None:
     for number in range(20):
         policy.add(job_of("flood", number), 0.0)
     policy.add(job_of("small", 20), 0.0)
+    assert iterate(policy) == {"flood": 8}
     for _ in range(50):
         assert iterate(policy) == {"flood": 7, "small": 1}
 
@@ -109,12 +114,15 @@ def test_a_flood_slows_a_single_job_down_by_no_more_than_its_share() -> None:
         policy.add(job_of("flood", number), 0.0)
     assert iterate(policy) == {"flood": 8}
     policy.add(job_of("small", 20), 0.0)
+    assert iterate(policy) == {"flood": 2}
     for _ in range(50):
         assert iterate(policy) == {"flood": 1, "small": 1}
     policy.add(job_of("small", 21), 0.0)
     policy.add(job_of("other", 22), 0.0)
     for _ in range(20):
-        assert iterate(policy) == {"flood": 1, "small": 1, "other": 1}
+        batch = iterate(policy)
+        assert batch.total() == 3
+        assert batch["other"] == 1
 
 
 def test_a_tenant_saves_nothing_up_while_it_has_no_jobs() -> None:
@@ -160,7 +168,7 @@ def test_more_tenants_than_seats_take_turns_of_many_tokens() -> None:
         before = set(batch)
         ran += batch
     assert max(ran.values()) - min(ran.values()) < 130
-    assert num_changes < 4000 * 4 / 50
+    assert num_changes < 4000 * 4 / 30
 
 
 def test_the_machine_at_rest_forgets_everybody() -> None:
@@ -172,8 +180,9 @@ def test_the_machine_at_rest_forgets_everybody() -> None:
         iterate(policy)
     for job in jobs:
         policy.remove(job)
-    assert not policy._tenants
-    assert not policy._ahead
+    assert not policy._tenants.of
+    assert not policy._tenants.num_held
+    assert not policy._tenants._remembered
     assert not policy._places
 
 
@@ -217,6 +226,7 @@ def test_a_tenant_below_its_share_of_the_device_gets_room_for_new_jobs() -> None
     assert not policy.has_turn(new_of_flood)
     for number in range(10, 16):
         policy.add(job_of("late", number), 0.0)
+    policy.charge("flood", 1000.0)  # so it is held back
     late = [job for job in policy.walk(0.0, ()) if job.service.tenant == "late"]
     assert not policy.has_turn(new_of_flood)
     assert not policy.has_turn(late[-1])  # six new jobs were offered, and its share is three
@@ -265,7 +275,7 @@ def test_other_time_counts_like_that_of_tokens() -> None:
     ran = Counter[str]()
     for _ in range(600):
         ran += iterate(policy)
-    assert ran["c"] > 540
+    assert ran["c"] > 520
     for _ in range(1400):
         ran += iterate(policy)
     # Service over weight is the same: (1000 + a) / 2 = 500 + b = c.
@@ -326,7 +336,7 @@ def test_a_flood_of_one_tenant_leaves_four_others_their_shares(name: str, num_bl
     on_batch_sent = policy.on_batch_sent
 
     def note(batch: Sequence[Scheduled]) -> None:
-        if len(policy._tenants) == 5:  # all have jobs
+        if len(policy._tenants.of) == 5:  # all have jobs
             for job, num_tokens in batch:
                 served_s[job.service.tenant] += costs.seconds(job, num_tokens)
         on_batch_sent(batch)
@@ -365,7 +375,7 @@ def test_backlogged_tenants_stay_within_the_bound(
     weights = {tenant: rng.choice([0.5, 1.0, 1.0, 2.0, 5.0]) for tenant in tenants}
     policy = fair(name, limits, weights)
     costs = TokenCosts.of(limits, TIMES, MAX_MODEL_LEN)
-    round_s = 64 * costs.output_token_s
+    tolerance_s = costs.output_s(TOLERANCE_TOKENS, MAX_MODEL_LEN)
     # Tenants differ in the lengths of their jobs.
     most = {tenant: (rng.randint(1, 20), rng.randint(1, 20)) for tenant in tenants}
     numbers = iter(range(10**6))
@@ -378,20 +388,26 @@ def test_backlogged_tenants_stay_within_the_bound(
     for tenant in tenants:
         for _ in range(seats * (num_stages + 1)):
             add_job(tenant)
+    started_s = {tenant: policy._tenants.of[tenant].counter for tenant in tenants}
     served_s = dict.fromkeys(tenants, 0.0)
+    left_s = dict.fromkeys(tenants, 0.0)
     flights: deque[list[Scheduled]] = deque()
     largest = dict.fromkeys(tenants, 0.0)  # cost of a tenant in one batch
     for step in range(400):
         in_flight = {job.number for batch in flights for job, _ in batch}
         batch = select(policy, float(step), in_flight)
         assert batch
+        held = policy._tenants.of.keys() - policy._tenants.open.keys()
         run(policy, batch)
         cost = dict.fromkeys(tenants, 0.0)
         for job, num_tokens in batch:
             cost[job.service.tenant] += costs.seconds(job, num_tokens)
         for tenant in tenants:
             served_s[tenant] += cost[tenant]
-            largest[tenant] = max(largest[tenant], cost[tenant])
+            if tenant in held:  # it got what others have no tokens for
+                left_s[tenant] += cost[tenant]
+            else:
+                largest[tenant] = max(largest[tenant], cost[tenant])
         flights.append(batch)
         if len(flights) == num_stages:
             ran = flights.popleft()
@@ -400,12 +416,14 @@ def test_backlogged_tenants_stay_within_the_bound(
             for job in ended:
                 policy.remove(job)
                 add_job(job.service.tenant)
-        counters = {tenant: served_s[tenant] / weights[tenant] for tenant in tenants}
+        counters = {
+            tenant: started_s[tenant] + served_s[tenant] / weights[tenant] for tenant in tenants
+        }
         for one in tenants:
             for other in tenants:
-                bound_s = (1 + seats / min(weights[one], weights[other])) * round_s
-                bound_s += largest[one] / weights[one]
-                assert counters[one] - counters[other] <= bound_s
+                bound_s = tolerance_s + largest[one] / weights[one]
+                bound_s += left_s[one] / weights[one]
+                assert counters[one] - counters[other] <= bound_s + 1e-6
 
 
 @pytest.mark.slow

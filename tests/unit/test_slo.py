@@ -217,7 +217,7 @@ def test_the_most_urgent_priority_decides_how_long_an_iteration_may_be() -> None
 
 
 def test_a_tenant_that_is_pressed_takes_no_seats_from_other_tenants() -> None:
-    shares = FairShares(lambda: policy(LIMITS), TIMES, {}, max_model_len=200)
+    shares = FairShares(policy(LIMITS), TIMES, {}, max_model_len=200)
     shares.add(job(0, 20, ttft_s=100.0, tenant="a"), 0.0)
     assert shares.limits_for(50.0, 1, 0).max_seqs == 2
     shares.add(job(1, 20, tenant="b"), 0.0)

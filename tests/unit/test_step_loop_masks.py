@@ -161,7 +161,7 @@ def test_with_stages_masks_come_while_other_batches_run() -> None:
 
 def test_who_has_used_time_for_grammars_runs_later() -> None:
     limits = BatchLimits(1, 100)
-    policy = FairShares(lambda: make_policy("fcfs", limits), TIMES, {}, 64)
+    policy = FairShares(make_policy("fcfs", limits), TIMES, {}, 64, tolerance_tokens=8)
     rig = Rig(policy, masks=DelayedMasks(random.Random(1), 0))
     flood, other = make_job(0, 3, max_tokens=9), make_job(1, 3, max_tokens=9)
     flood.service, other.service = ServiceLevel(tenant="flood"), ServiceLevel(tenant="other")

@@ -1,318 +1,228 @@
 """Fair shares of the machine for tenants, over any policy.
 
-The base is VTC, the virtual token counter (Sheng et al., Fairness in Serving Large Language Models,
-arXiv 2401.00588). VTC runs each job to its end. Here jobs are preempted at every token, so tenants
-take turns in rounds, as in deficit round robin (Shreedhar and Varghese, 1995). Otherwise tenants
-would take each other's KV at every token.
+The counters are those of VTC, the virtual token counter (Sheng et al., Fairness in Serving Large
+Language Models, arXiv 2401.00588). VTC serves the tenant with the smallest counter first. Here the
+policy orders the jobs of all tenants, and only a tenant that has had more than its share waits.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import TypeVar
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import NextRunEstimate
-from fastserve_backend.scheduler.base import (
-    BatchLimits,
-    IterationTimes,
-    Policy,
-    Scheduled,
-    summed_level_sizes,
-)
-from fastserve_backend.scheduler.tenant_order import (
-    EstimateOfTenants,
-    Tenant,
-    TenantOrder,
-    WalkOfTenants,
-)
+from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Policy, Scheduled
+from fastserve_backend.scheduler.tenant_counters import Tenant, TenantCounters
+from fastserve_backend.scheduler.tenant_order import EstimateOfTenants, WalkOfTenants, parted
 from fastserve_backend.scheduler.tenant_speed import TenantSpeed
 from fastserve_backend.scheduler.token_costs import TokenCosts
 from fastserve_backend.scheduler.walk import Walk
 
-# A round gives a tenant of weight 1 the time of so many output tokens, with such a context. With an
-# eighth of that, a hundred tenants swap each other's KV five times as often, and the machine does
-# 13% less work (docs/fair_shares.md). With more, a tenant waits longer for its next turn.
-_ROUND_TOKENS = 64
-_ROUND_CONTEXT = 1024
-_T = TypeVar("_T")
+# A tenant of weight 1 may be ahead of others by the time of so many output tokens, with such a
+# context. With fewer, tenants take each other's KV more often (docs/fair_shares.md). With more, a
+# flood delays others for longer.
+TOLERANCE_TOKENS = 4096
+_CONTEXT = 1024
+# A selection passes over so many jobs of tenants that are held back, for each seat.
+_PASSED_PER_SEAT = 4
 
 
 class FairShares:
-    """One policy for each tenant with jobs. The tenant that has had the least comes first.
-
-    A tenant's counter is the service that its jobs have had (``TokenCosts``), over its weight. A
-    batch is filled seat by seat: each seat goes to the tenant in the earliest round, and puts it
-    one round back for the rest of this batch. So tenants in the same round share the seats by
-    weight. The order of a tenant's jobs, and their turns, are those of its policy.
+    """A policy orders the jobs of all tenants. A tenant that has had more than its share comes
+    behind all others, see ``TenantCounters``.
 
     Jobs are charged when their batch is sent. So it makes no difference how many batches are in
     flight. Seats stay empty while a job could run only where ``TenantSpeed`` bounds the batch.
 
-    **Bound**: two tenants of weights v and w have jobs for all S seats, and memory for them. Then
-    their counters differ by at most ``1 + S / min(v, w)`` rounds and one batch of either. For the
-    one gets a seat only if the other has none left to ask for in an earlier round.
+    **Bound**: two tenants of weights v and w have jobs for all seats, memory and tokens for them,
+    and start with equal counters. Then the counter of the one, service over weight, exceeds that of
+    the other by at most a tolerance and what it gets in one batch. For once it exceeds it by a
+    tolerance, the one is held back, and the other leaves it no seat.
 
-    **No saving**: a tenant that gets jobs again starts in the earliest round of those with jobs,
-    or with its old counter if that is larger. When no tenant has jobs, all counters are forgotten.
+    **Saving**: a tenant that asks for less than its share saves a tolerance up at most. When no
+    tenant has jobs, all counters are forgotten.
 
-    While one tenant alone has jobs, the decisions are those of its policy. A batch costs O(log
-    tenants) a seat, and a copy of the order of all tenants.
+    While one tenant alone has jobs, the decisions are those of its policy, and so they are while
+    nobody is held back. A decision costs O(log tenants), and O(seats) for jobs that it passes over.
     """
 
     def __init__(
         self,
-        make_policy: Callable[[], Policy],
+        policy: Policy,
         times: IterationTimes,
         weights: Mapping[str, float],
         max_model_len: int,
+        tolerance_tokens: int = TOLERANCE_TOKENS,
     ) -> None:
         """
         Args:
             weights: by tenant; all others have the weight 1.
             max_model_len: most tokens of one job.
+            tolerance_tokens: a tenant of weight 1 may be ahead by the time of so many output
+                tokens.
         """
-        self._make_policy = make_policy
+        self._policy = policy
         self._times = times
-        self._weights = weights
         self._largest_weight = max([1.0, *weights.values()])
         self._max_model_len = max_model_len
-        self._default = make_policy()
-        self._default_is_free = True  # the next tenant to have jobs gets the default policy
+        self._tolerance_tokens = tolerance_tokens
+        self._tenants = TenantCounters(weights)
         self._derive_costs()
-        self._num_joined = 0
-        self._tenants: dict[str, Tenant] = {}
-        self._of_rank: dict[float, Tenant] = {}
-        self._order = TenantOrder()
-        # Counters of tenants without jobs, if they have had more than the others.
-        self._ahead: dict[str, float] = {}
-        self._forgot_up_to = 0.0
         self._places: dict[int, Place] = {}  # by job number
-        self._walked: dict[int, Job] = {}  # by the latest walk, in its order
-        self._walked_before: dict[int, Job] = {}  # by the walk before it
-        self._num_new: dict[float, int] = {}  # by rank: jobs of the latest walk without KV
-        self._num_demotions_before = self._num_promotions_before = 0  # of dropped policies
+        self._num_new: dict[str, int] = {}  # by tenant: jobs of the latest walk without KV
+        self._in_flight: Collection[int] = ()  # at the latest walk
 
     @property
     def limits(self) -> BatchLimits:
-        return self._default.limits
+        return self._policy.limits
 
     @property
     def num_demotions(self) -> int:
-        return self._num_demotions_before + sum(one.num_demotions for one in self._policies())
+        return self._policy.num_demotions
 
     @property
     def num_promotions(self) -> int:
-        return self._num_promotions_before + sum(one.num_promotions for one in self._policies())
+        return self._policy.num_promotions
 
     @property
     def quanta_s(self) -> Sequence[float | None]:
-        return self._default.quanta_s
+        return self._policy.quanta_s
 
     def has_turn(self, job: Job) -> bool:
-        """Whether the job has a turn before the other jobs of its tenant; or, if it is new, whether
-        its tenant has KV of fewer jobs on the device than its share. Others make room for it then,
-        even if they have to compute again: a flood must not keep the KV memory for itself."""
-        tenant = self._tenants[job.service.tenant]
-        if tenant.policy.has_turn(job):
+        """Whether the job has a turn; or, if it is new and others are held back, whether its tenant
+        has KV of fewer jobs on the device than its share. Others make room for it then, even if
+        they have to compute again: a flood must not keep the KV memory for itself."""
+        if self._policy.has_turn(job):
             return True
-        num_begun = tenant.num_at[Place.DEVICE] + self._num_new.get(tenant.rank, 0)
-        share = tenant.weight / self._order.total_weight
-        return len(self._tenants) > 1 and num_begun <= share * self._order.num_on_device
+        tenants = self._tenants
+        tenant = tenants.of[job.service.tenant]
+        if tenant.is_held or not tenants.num_held:
+            return False
+        num_begun = len(tenant.jobs_at[Place.DEVICE]) + self._num_new.get(tenant.name, 0)
+        share = tenant.weight / tenants.total_weight
+        return num_begun <= share * tenants.num_at(Place.DEVICE)
 
     def add(self, job: Job, now: float) -> None:
-        tenant = self._tenants.get(job.service.tenant) or self._join(job.service.tenant)
-        self._order.count(tenant, job.place, 1)
+        tenants = self._tenants
+        tenant = tenants.of.get(job.service.tenant) or tenants.join(job.service.tenant)
         self._places[job.number] = job.place
-        tenant.policy.add(job, now)
+        tenants.add_job(tenant, job, job.place)
+        self._policy.add(job, now)
 
     def remove(self, job: Job) -> None:
-        tenant = self._tenants[job.service.tenant]
-        tenant.policy.remove(job)
-        self._order.count(tenant, self._places.pop(job.number), -1)
-        self._walked.pop(job.number, None)
-        self._walked_before.pop(job.number, None)
-        if not any(tenant.num_at):
-            self._leave(tenant)
+        self._policy.remove(job)
+        tenant = self._tenants.of[job.service.tenant]
+        self._tenants.remove_job(tenant, job, self._places.pop(job.number))
+        if not tenant.num_jobs:
+            self._tenants.leave(tenant)
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        self._walked_before, self._walked, self._num_new = self._walked, {}, {}
-        alone = self._alone()
-        if alone is not None:
-            return alone.policy.walk(now, in_flight)
+        self._num_new, self._in_flight = {}, in_flight
+        walk = self._policy.walk(now, in_flight)
+        if len(self._tenants.of) <= 1:
+            return walk
         return WalkOfTenants(
-            self._order, self._of_rank, self._walked, self._num_new, now, in_flight
+            walk,
+            self._tenants,
+            lambda: self._policy.next_run_estimate(now),
+            _PASSED_PER_SEAT * self.limits.max_seqs,
+            self._num_new,
         )
 
     def limits_for(self, now: float, num_prompts: int, num_decodes: int) -> BatchLimits:
-        """Those of the tenant that comes first. Seats that it leaves empty are for the others, as
-        far as each keeps its share of its speed."""
-        if not self._tenants:
-            return self._default.limits_for(now, num_prompts, num_decodes)
-        _, rank = self._order.all[0]
-        limits = self._of_rank[rank].policy.limits_for(now, num_prompts, num_decodes)
-        if len(self._tenants) == 1:
+        """Those of the policy. Seats that it leaves empty for one tenant are for the others, as far
+        as each keeps its share of its speed."""
+        limits = self._policy.limits_for(now, num_prompts, num_decodes)
+        if len(self._tenants.of) <= 1:
             return limits
         most = self._most_seats()
         return limits if limits.max_seqs == most else replace(limits, max_seqs=most)
 
     def on_batch_sent(self, batch: Sequence[Scheduled]) -> None:
-        if self._alone() is not None:
+        self._policy.on_batch_sent(batch)
+        if len(self._tenants.of) == 1:
             return  # its counter is compared with none
-        seconds, charged = self._costs.seconds, dict[str, float]()
+        seconds, charged, num_sent = self._costs.seconds, dict[str, float](), dict[str, int]()
         for job, num_tokens in batch:
             name = job.service.tenant
             charged[name] = charged.get(name, 0.0) + seconds(job, num_tokens)
-        for name, service_s in charged.items():
-            self._charge(self._tenants[name], service_s / self._round_s)
-        if self._ahead and self._order.earliest_round > self._forgot_up_to:
-            self._forgot_up_to = self._order.earliest_round
-            ahead = self._ahead.items()
-            self._ahead = {name: has for name, has in ahead if has > self._forgot_up_to}
+            num_sent[name] = num_sent.get(name, 0) + 1
+        of = self._tenants.of
+        all_run = {name for name, number in num_sent.items() if self._all_run(of[name], number)}
+        self._tenants.charge(charged, all_run)
 
     def charge(self, tenant: str, seconds: float) -> None:
         """As of ``ChargesTenants``. It counts like the time of tokens, and is remembered if the
         tenant has no jobs by now."""
-        rounds = seconds / self._round_s
-        if tenant in self._tenants:
-            if self._alone() is None:  # else its counter is compared with none
-                self._charge(self._tenants[tenant], rounds)
-        elif self._tenants:
-            counter = max(self._ahead.get(tenant, 0.0), self._order.earliest_round)
-            self._ahead[tenant] = counter + rounds / self._weights.get(tenant, 1.0)
+        tenants = self._tenants
+        if tenant not in tenants.of:
+            if tenants.of:
+                tenants.charge_absent(tenant, seconds)
+        elif len(tenants.of) > 1:  # else its counter is compared with none
+            tenants.charge({tenant: seconds})
 
     def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
-        if len(self._tenants) == 1:
-            next(iter(self._tenants.values())).policy.on_iteration_finished(ran, now)
-            return
-        ran_of: dict[str, list[Scheduled]] = {}
-        for one in ran:
-            ran_of.setdefault(one.job.service.tenant, []).append(one)
-        for name, ran_here in ran_of.items():
-            self._tenants[name].policy.on_iteration_finished(ran_here, now)
+        self._policy.on_iteration_finished(ran, now)
 
     def on_predicted(self, job: Job) -> None:
-        self._policy_of(job).on_predicted(job)
+        self._policy.on_predicted(job)
 
     def recalibrate(self) -> None:
         self._derive_costs()
-        for policy in self._policies():
-            policy.recalibrate()
+        self._policy.recalibrate()
 
     def next_run_estimate(self, now: float) -> NextRunEstimate:
-        """First the jobs of the walk before the present one, in its order: the batch is likely to
-        be the same again. Then tenant by tenant, by round. So KV of the tenants that have had the
-        most leaves first."""
-        alone = self._alone()
-        if alone is not None:
-            return alone.policy.next_run_estimate(now)
-        return EstimateOfTenants(self._tenants, self._walked_before, now)
+        """That of the policy, with jobs of tenants that are held back behind all others. So their
+        KV leaves first."""
+        estimate = self._policy.next_run_estimate(now)
+        return EstimateOfTenants(self._tenants, estimate) if self._tenants.num_held else estimate
 
     def on_place_changed(self, job: Job) -> None:
-        tenant = self._tenants[job.service.tenant]
-        self._order.count(tenant, self._places[job.number], -1)
-        self._order.count(tenant, job.place, 1)
+        tenant = self._tenants.of[job.service.tenant]
+        self._tenants.remove_job(tenant, job, self._places[job.number])
+        self._tenants.add_job(tenant, job, job.place)
         self._places[job.number] = job.place
-        tenant.policy.on_place_changed(job)
+        self._policy.on_place_changed(job)
 
     def by_next_run(
         self, place: Place, estimate: NextRunEstimate, *, last_first: bool
     ) -> Iterator[Job]:
         if not isinstance(estimate, EstimateOfTenants):
-            (alone,) = self._tenants.values()
-            return alone.policy.by_next_run(place, estimate, last_first=last_first)
-        walked, keys = self._walked_before, self._order.at[place]
-        first = (job for job in _in_order(list(walked.values()), last_first) if job.place is place)
-        others = (
-            job
-            for _, rank in _in_order(keys, last_first)
-            for job in self._of_rank[rank].policy.by_next_run(
-                place, estimate.of_tenant(self._of_rank[rank]), last_first=last_first
-            )
-            if job.number not in walked
+            return self._policy.by_next_run(place, estimate, last_first=last_first)
+        tenants = self._tenants
+        jobs = self._policy.by_next_run(place, estimate.of_policy, last_first=last_first)
+        num_first = (tenants.num_held_at if last_first else tenants.num_open_at)[place]
+        return parted(
+            jobs, lambda job: tenants.of[job.service.tenant].is_held is last_first, num_first
         )
-        return chain(others, first) if last_first else chain(first, others)
 
     def level_sizes(self) -> Sequence[int]:
-        return summed_level_sizes(self._policies())
+        return self._policy.level_sizes()
 
     def describe(self) -> str:
-        return self._default.describe()
+        return self._policy.describe()
 
-    def _policy_of(self, job: Job) -> Policy:
-        return self._tenants[job.service.tenant].policy
-
-    def _policies(self) -> list[Policy]:
-        """All policies. Another thread may call this."""
-        of_tenants = (tenant.policy for tenant in list(self._tenants.values()))
-        return [self._default, *(policy for policy in of_tenants if policy is not self._default)]
-
-    def _alone(self) -> Tenant | None:
-        """The tenant, if it is the only one that counts."""
-        if len(self._tenants) != 1 or self._ahead:
-            return None
-        return next(iter(self._tenants.values()))
+    def _all_run(self, tenant: Tenant, num_sent: int) -> bool:
+        """Whether all jobs of the tenant run, if so many are in the batch."""
+        num_others = tenant.num_jobs - num_sent
+        if num_others > len(self._in_flight):
+            return False
+        numbers = (number for jobs in tenant.jobs_at for number in jobs)
+        return num_others <= sum(number in self._in_flight for number in numbers)
 
     def _most_seats(self) -> int:
         """Of a batch with jobs of several tenants."""
-        total = self._order.total_weight
+        total = self._tenants.total_weight
         if not self._speed.needs_bound(self._largest_weight / total):
             return self.limits.max_seqs
-        tenants = self._tenants.values()
-        return self._speed.most_seats((sum(one.num_at), one.weight / total) for one in tenants)
+        tenants = self._tenants.of.values()
+        return self._speed.most_seats((one.num_jobs, one.weight / total) for one in tenants)
 
     def _derive_costs(self) -> None:
         self._costs = TokenCosts.of(self.limits, self._times, self._max_model_len)
-        context = min(_ROUND_CONTEXT, self._max_model_len)
-        self._round_s = self._costs.output_s(_ROUND_TOKENS, context)
+        context = min(_CONTEXT, self._max_model_len)
+        self._tenants.tolerance_s = self._costs.output_s(self._tolerance_tokens, context)
         self._speed = TenantSpeed(
             self.limits.max_seqs, lambda number: self._times.decodes_s(number, context)
         )
-
-    def _join(self, name: str) -> Tenant:
-        """A tenant gets its first job."""
-        policy = self._default if self._default_is_free else self._make_policy()
-        self._default_is_free = False
-        counter = self._ahead.pop(name, 0.0)
-        if self._tenants:
-            counter = max(counter, self._order.earliest_round)
-        self._num_joined += 1
-        weight = self._weights.get(name, 1.0)
-        tenant = Tenant(name, weight, -self._num_joined, policy, counter)
-        self._tenants[name] = self._of_rank[tenant.rank] = tenant
-        self._order.total_weight += weight
-        self._order.add(tenant)
-        return tenant
-
-    def _leave(self, tenant: Tenant) -> None:
-        """A tenant has no job any more."""
-        del self._tenants[tenant.name], self._of_rank[tenant.rank]
-        self._order.remove(tenant)
-        self._order.total_weight -= tenant.weight
-        if not self._tenants:
-            self._order.total_weight = 0.0  # without rounding errors
-            self._ahead.clear()
-            self._forgot_up_to = 0.0
-        elif tenant.counter > self._order.earliest_round:
-            self._ahead[tenant.name] = tenant.counter
-        if tenant.policy is self._default:
-            self._default_is_free = True
-        else:
-            self._num_demotions_before += tenant.policy.num_demotions
-            self._num_promotions_before += tenant.policy.num_promotions
-
-    def _charge(self, tenant: Tenant, rounds: float) -> None:
-        counter = tenant.counter + rounds / tenant.weight
-        if math.floor(counter) == math.floor(tenant.counter):
-            tenant.counter = counter
-            return
-        self._order.remove(tenant)
-        tenant.counter = counter
-        self._order.add(tenant)
-
-
-def _in_order(items: Sequence[_T], last_first: bool) -> Iterable[_T]:
-    return reversed(items) if last_first else items

@@ -49,7 +49,7 @@ def make_policy(
     kv_tokens: int,
     weights: Mapping[str, float] | None = _NO_WEIGHTS,
 ) -> Policy:
-    """The policy that ``config.policy`` names, one for each tenant of each priority in use.
+    """The policy that ``config.policy`` names, one for each priority in use.
 
     Derived values come from ``times`` and the SLO. ``recalibrate`` derives the seats and
     ``scored_chunks`` anew. There are more seats if iterations have become faster, but never fewer
@@ -73,13 +73,13 @@ def make_policy(
         starvation_s = config.priority_starvation_ms / 1e3
         across = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
 
-    def for_a_tenant() -> Policy:
+    def of_all_tenants() -> Policy:
         return policy_class.from_config(context)
 
     def for_a_priority() -> Policy:
         if weights is None:
-            return for_a_tenant()
-        return FairShares(for_a_tenant, times, weights, max_model_len)
+            return of_all_tenants()
+        return FairShares(of_all_tenants(), times, weights, max_model_len)
 
     def derive_seats() -> None:
         now = seats(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)

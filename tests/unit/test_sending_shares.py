@@ -54,16 +54,16 @@ def test_what_is_no_tenants_never_waits_and_makes_none_wait_alone() -> None:
     assert min(times_of({None: always, "one": always}).values()) > 0.49
 
 
-def test_a_flood_leaves_half_of_the_time_and_a_small_tenant_never_waits() -> None:
+def test_a_flood_leaves_most_of_the_time_and_a_small_tenant_never_waits() -> None:
     used = times_of({"flood": always, "small": every_50_ms})
-    assert used["flood"] + used["small"] < 0.6
+    assert used["flood"] + used["small"] < 0.35
     # One response takes 1 ms after 50 ms, and one of the flood's may be under way.
     assert used["small"] > 0.9 * 0.001 / 0.053
 
 
 def test_tenants_share_the_time_alike() -> None:
     used = times_of(dict.fromkeys("abcd", always))
-    assert sum(used.values()) < 0.7
+    assert sum(used.values()) < 0.4
     assert max(used.values()) < 1.2 * min(used.values())
 
 
@@ -83,7 +83,7 @@ def test_nobody_waits_while_the_thread_is_not_busy() -> None:
     shares = SendingShares()
     now_s = 0.0
     for _ in range(10_000):
-        now_s += 0.005
+        now_s += 0.01
         for tenant in ("one", "two"):
             assert shares.wait_s(tenant, now_s) == 0.0
             shares.charge(tenant, 0.001, now_s)

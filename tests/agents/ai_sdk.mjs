@@ -5,6 +5,7 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { generateObject, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
+globalThis.AI_SDK_LOG_WARNINGS = false; // they would be printed, too
 const [api, url, part] = process.argv.slice(2);
 const settings = { baseURL: `${url}/v1`, apiKey: "none" };
 const model = {

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agent_model import agent_engine, save_agent_model
-from agent_program import PROGRAMS, AgentProgram
+from agent_program import KNOWN_TO_CODEX, PROGRAMS, AgentProgram, StartAgent
 from conductor import Conductor, conductor
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
@@ -18,10 +18,6 @@ from running_gateway import RunningGateway, running_gateway
 from running_server import running_server
 
 collect_ignore_glob = [] if (PROGRAMS / ".installed").exists() else ["test_*.py"]
-
-KNOWN_TO_CODEX = "gpt-5.5"
-"""Codex has instructions and tools of its own for this model."""
-StartAgent = Callable[..., AgentProgram]
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +35,8 @@ def agent_gateway(
 ) -> Iterator[RunningGateway]:
     log_path = tmp_path_factory.mktemp("agent-gateway") / "gateway.log"
     url = f"grpc://{agent_server.endpoints.grpc_url}"
-    with running_gateway(url, log_path, "--alias", f"{KNOWN_TO_CODEX}=fastserve") as running:
+    flags = ("--alias", f"{KNOWN_TO_CODEX}=fastserve", "--response-store-mib", "16")
+    with running_gateway(url, log_path, *flags) as running:
         yield running
 
 

@@ -6,17 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from agent_program import StartAgent
 from conductor import SUMMARY, Call, Conductor, Ramble, Say
-from conftest import StartAgent
 from fastserve_backend.cli.agents import AGENTS, Target
 from fastserve_backend.serving.launch import TritonServer
 from serving_client import unfinished_jobs
 from waiting import wait_for
 
 COMPACTION = "Your task is to create a detailed summary"
-LONG = "The quick brown fox jumps over the lazy dog. " * 3500
-"""Over half of what the model's context holds beside the agent's own instructions."""
+LONG = "The quick brown fox jumps over the lazy dog. " * 2400
+"""Some 24,000 tokens. The context holds two of it beside the agent's own instructions."""
 
 
 def test_reads_edits_answers_resumes(
@@ -37,43 +36,42 @@ def test_reads_edits_answers_resumes(
 def test_compacts_in_time(playing: Conductor, start_agent: StartAgent) -> None:
     playing.aside_mark = COMPACTION
     claude = start_agent("claude")
-    playing.play(Say("Read."), Say("Short again."))
+    playing.play(Say("First."), Say("Second."), Say("Short again."))
     claude.run("-p", "Read this.", text=LONG)
+    claude.run("-p", "--continue", "Read this, too.", text=LONG)
     assert "Short again." in claude.run("-p", "--continue", "And now?")
-    (told,) = playing.of(Say("Short again.")).request["messages"][:1]
-    assert SUMMARY in json.dumps(told)
-    assert LONG not in json.dumps(told)
+    messages = json.dumps(playing.of(Say("Short again.")).request["messages"])
+    assert SUMMARY in messages
+    assert LONG not in messages
 
 
-def test_compacts_when_told(playing: Conductor, start_agent: StartAgent) -> None:
+def test_compacts_when_told(playing: Conductor, start_agent: StartAgent, work: Path) -> None:
     playing.aside_mark = COMPACTION
     claude = start_agent("claude")
-    playing.play(Say("Hello."), Say("After."))
-    claude.run("-p", "Say hello.")
+    notes = str(work / "notes.txt")
+    playing.play(Call("Read", {"file_path": notes}), Say("Read."), Say("After."))
+    claude.run("-p", "Read my notes.")
     claude.run("-p", "--continue", "/compact")
     assert "After." in claude.run("-p", "--continue", "And now?")
     assert SUMMARY in json.dumps(playing.of(Say("After.")).request["messages"])
 
 
-def test_compacts_after_a_refusal(
-    playing: Conductor, start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compacts_after_a_refusal(playing: Conductor, start_agent: StartAgent) -> None:
     """Nobody has told it how long the model's context is, so it learns it from the error."""
     playing.aside_mark = COMPACTION
     settings = AGENTS["claude"].settings(Target(playing.url, "fastserve", "none", None))
     claude = replace(start_agent("claude"), launched_with=(), environment=settings.environment)
-    playing.play(Say("Read."), Say("Read again."), Say("Third."))
+    playing.play(Say("First."), Say("Second."), Say("Third."))
     claude.run("-p", "Read this.", text=LONG)
-    assert "Read again." in claude.run("-p", "--continue", "Read this, too.", text=LONG)
+    claude.run("-p", "--continue", "Read this, too.", text=LONG)
+    assert "Third." in claude.run("-p", "--continue", "And this.", text=LONG)
     refused = [one for one in playing.exchanges if one.error()]
     assert [one.status for one in refused] == [400]
     assert "prompt is too long" in refused[0].error()
     playing.exchanges.remove(refused[0])
 
 
-def test_cancels(
-    playing: Conductor, start_agent: StartAgent, agent_server: TritonServer
-) -> None:
+def test_cancels(playing: Conductor, start_agent: StartAgent, agent_server: TritonServer) -> None:
     playing.play(Ramble())
     with start_agent("claude").interrupted("-p", "Write."):
         wait_for(lambda: any(one.has_begun() for one in playing.exchanges))

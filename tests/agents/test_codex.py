@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from agent_program import AgentProgram
+from agent_program import KNOWN_TO_CODEX, AgentProgram, StartAgent
 from conductor import SUMMARY, Call, Conductor, Ramble, Say
-from conftest import KNOWN_TO_CODEX, StartAgent
 from fastserve_backend.serving.launch import TritonServer
 from serving_client import unfinished_jobs
 from waiting import wait_for
@@ -52,7 +51,7 @@ def test_compacts(playing: Conductor, codex: AgentProgram) -> None:
     playing.aside_mark = COMPACTION
     count = Call("exec_command", {"cmd": "seq 10000 19999", "max_output_tokens": 10_000})
     playing.play(count, Say("Counted."), Say("After."))
-    limit = ("-c", "model_auto_compact_token_limit=20000")
+    limit = ("-c", "model_auto_compact_token_limit=12000")
     assert "Counted." in codex.run(*limit, *EXEC, "Count.")
     assert "After." in codex.run(*limit, *EXEC, "resume", "--last", "And now?")
     assert SUMMARY in json.dumps(playing.of(Say("After.")).request["input"])

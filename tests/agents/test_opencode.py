@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from agent_program import AgentProgram
+from agent_program import AgentProgram, StartAgent
 from conductor import SUMMARY, Call, Conductor, Ramble, Say
-from conftest import StartAgent
 from fastserve_backend.serving.launch import TritonServer
 from serving_client import unfinished_jobs
 from waiting import wait_for
@@ -37,15 +36,13 @@ def test_reads_edits_answers_resumes(
 
 def test_compacts(playing: Conductor, opencode: AgentProgram) -> None:
     line = "0123456789 " * 3
-    command = {"command": f"yes '{line}' | head -n 1000", "description": "Counts"}
+    command = {"command": f"yes '{line}' | head -n 700", "description": "Counts"}
     playing.play(Call("bash", command), Call("bash", command), Say("Counted."))
     assert "Counted." in opencode.run("run", "Count.")
     assert SUMMARY in json.dumps(playing.of(Say("Counted.")).request["messages"])
 
 
-def test_cancels(
-    playing: Conductor, opencode: AgentProgram, agent_server: TritonServer
-) -> None:
+def test_cancels(playing: Conductor, opencode: AgentProgram, agent_server: TritonServer) -> None:
     playing.play(Ramble())
     with opencode.interrupted("run", "Write."):
         wait_for(lambda: any(one.has_begun() for one in playing.exchanges))

@@ -36,8 +36,7 @@ _TEMPLATE = """\
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls or () %}
-{{- '\\n<tool_call>\\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) }}
-{{- '\\n</tool_call>' }}
+{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
 {%- endfor %}{{ '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

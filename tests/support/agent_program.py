@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,8 @@ from pathlib import Path
 PROGRAMS = Path(__file__).parents[2] / "build/agents"
 """What ``make test-agents`` installs."""
 BINARIES = PROGRAMS / "node_modules/.bin"
+KNOWN_TO_CODEX = "gpt-5.5"
+"""Codex has instructions and tools of its own for this model."""
 # An agent plays many turns, each of which computes some ten thousand tokens.
 TIMEOUT_S = 540.0
 # Inputs of its own environment that an agent would obey, such as keys, are not passed on.
@@ -77,3 +79,8 @@ class AgentProgram:
         kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         path = f"{BINARIES}{os.pathsep}{os.environ['PATH']}"
         return {**kept, "HOME": str(self.home), "PATH": path, **self.environment}
+
+
+StartAgent = Callable[..., AgentProgram]
+"""A fixture's function: the agent's name, options of ``fastserve launch``, and variables of the
+environment by their names."""

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -99,7 +99,7 @@ class Conductor:
     moves: deque[Move] = field(default_factory=deque)
     exchanges: list[Exchange] = field(default_factory=list)
     aside: Move | None = field(default_factory=lambda: Say(SUMMARY))
-    """None: they are passed on as they are."""
+    """None: all requests are passed on as they are."""
     aside_mark: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -115,14 +115,14 @@ class Conductor:
     def _next_move(self, path: str, request: dict[str, Any]) -> Move | None:
         if _api(path) not in _LIMITS:
             return None
-        is_aside = not request.get("tools") or (
-            self.aside_mark and self.aside_mark in json.dumps(request)
-        )
-        return self.aside if is_aside else self.moves.popleft()
+        is_marked = self.aside_mark and self.aside_mark in json.dumps(request)
+        if self.aside is None or is_marked or not request.get("tools"):
+            return self.aside
+        return self.moves.popleft()
 
     def refused(self, exchange: Exchange) -> None:
         """The gateway refused it, so its move is still to be made."""
-        if exchange.move not in (None, self.aside):
+        if exchange.move is not None and exchange.move != self.aside:
             self.moves.appendleft(exchange.move)
 
     def of(self, move: Move) -> Exchange:

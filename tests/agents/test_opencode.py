@@ -37,7 +37,7 @@ def test_reads_edits_answers_resumes(
 def test_compacts(playing: Conductor, opencode: AgentProgram) -> None:
     line = "0123456789 " * 3
     command = {"command": f"yes '{line}' | head -n 700", "description": "Counts"}
-    playing.play(Call("bash", command), Call("bash", command), Say("Counted."))
+    playing.play(*[Call("bash", command)] * 3, Say("Counted."))
     assert "Counted." in opencode.run("run", "Count.")
     assert SUMMARY in json.dumps(playing.of(Say("Counted.")).request["messages"])
 

@@ -41,10 +41,14 @@ RUN_AUDIT = $(MAKE) audit
 
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
+# Claude Code, Codex, opencode and the AI SDK, from the npm registry; a gigabyte.
+AGENTS := build/agents
+INSTALL_AGENTS = $(MAKE) --no-print-directory $(AGENTS)/.installed
+
 # Programs that only maintainers need, in an environment of their own.
 TOOLS := build/tools
 
-.PHONY: help install run serve test test-fast test-all test-hard endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
+.PHONY: help install run serve test test-fast test-all test-hard test-agents endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
   perf-analyzer gpu-machine gpu-check check lock audit sbom docs costs format clean
 
 help:
@@ -54,6 +58,7 @@ help:
 	@echo "make test-fast   the tests that need no server, in a minute"
 	@echo "make test-all    all combinations of parameters, too; over 40 minutes on two cores"
 	@echo "make test-hard   the suite on busy cores, as another user, …, in random order; hours"
+	@echo "make test-agents   real coding agents, from the npm registry, play sessions; minutes"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
 	@echo "make audit   ask PyPI for known vulnerabilities of all locked packages"
@@ -102,6 +107,20 @@ test-all: $(INSTALLED)
 # HARD: conditions and options, such as "busy quota --runs 3".
 test-hard: $(INSTALLED)
 	$(BIN)/python tests/support/hard_conditions.py $(HARD)
+
+# Not `npm ci`, which fails where a registry lacks packages for other systems. Only two packages need
+# their scripts, which put a program for this system in its place.
+$(AGENTS)/.installed: tests/agents/package.json tests/agents/package-lock.json
+	rm -rf $(AGENTS) && mkdir -p $(AGENTS) && cp $^ $(AGENTS)
+	npm install --prefix $(AGENTS) --ignore-scripts --no-audit --no-fund --loglevel=error
+	cd $(AGENTS)/node_modules/@anthropic-ai/claude-code && node install.cjs
+	cd $(AGENTS)/node_modules/opencode-ai && node postinstall.mjs
+	@touch $@
+
+test-agents: $(INSTALLED)
+	@if ! command -v node npm >/dev/null; then echo "skipped: Node.js and npm are needed"; \
+	elif ! $(INSTALL_AGENTS); then echo "skipped: the npm registry cannot be reached (see above)"; \
+	else $(BIN)/pytest tests/agents; fi
 
 # The whole length of what `make test` has in short; minutes.
 endurance: $(INSTALLED)

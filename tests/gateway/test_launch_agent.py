@@ -57,6 +57,8 @@ def test_claude(gateway: RunningGateway, programs: Path) -> None:
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "A-key"
     assert environment["ANTHROPIC_MODEL"] == "fastserve"
     (model,) = gateway.get("/v1/models").json()["data"]
+    for name in ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", "CLAUDE_CODE_AUTO_COMPACT_WINDOW"):
+        assert environment[name] == str(model["max_model_len"])
     answer_tokens = int(environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"])
     assert 0 < answer_tokens <= model["max_model_len"] // 4
 

@@ -59,7 +59,11 @@ def _claude(target: Target) -> Settings:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         **{f"ANTHROPIC_{name}": target.model for name in models},
     }
-    if target.answer_tokens is not None:
+    if target.context_tokens is not None:
+        # It takes an unknown model for one with 200,000 tokens. Without a window of its own it
+        # compacts a conversation only after a request was refused.
+        for name in ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", "CLAUDE_CODE_AUTO_COMPACT_WINDOW"):
+            environment[name] = str(target.context_tokens)
         environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(target.answer_tokens)
     return Settings(environment=environment)
 

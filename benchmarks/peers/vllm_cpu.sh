@@ -67,7 +67,7 @@ setup)
     ;;
 run | queues | agents)
     case $1 in
-    agents) program=agent_sessions ;;
+    agents) program=agents ;;
     run) program=compare ;;
     queues) program=queues ;;
     esac
@@ -75,8 +75,8 @@ run | queues | agents)
     [[ -x $ROOT/.venv/bin/fastserve ]] || fail "this server is not installed; run: make -C $ROOT install"
     alone install_missing
     cd "$ROOT"
-    if [[ $program = agent_sessions ]]; then
-        exec .venv/bin/python -m benchmarks.agent_sessions --vllm-environment "$ENVIRONMENT" "$@"
+    if [[ $program = agents ]]; then
+        exec .venv/bin/python -m benchmarks.peers.agents --vllm-environment "$ENVIRONMENT" "$@"
     fi
     exec .venv/bin/python -m "benchmarks.peers.$program" \
         --vllm-environment "$ENVIRONMENT" --cache "$CACHE" "$@"

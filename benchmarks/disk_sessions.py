@@ -25,16 +25,20 @@ from typing import Any
 import numpy as np
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
-from fastserve_backend.job import JobOutput, ServiceLevel
+from fastserve_backend.job import JobOutput
 from rich.console import Console
 
-from benchmarks.agent_sessions import tokens
-from benchmarks.replay import run_jobs
+from benchmarks.agent_sessions import (
+    ADDED_TOKENS,
+    DEVICE_BLOCKS,
+    FIRST_TOKENS,
+    run_others,
+    run_turn,
+    show_ms,
+    tokens,
+)
 
 NUM_CONVERSATIONS, NUM_TURNS = 4, 3
-FIRST_TOKENS, ADDED_TOKENS, ANSWER_TOKENS = 1500, 40, 16
-DEVICE_BLOCKS = 300  # of 16 tokens: for two or three jobs
-OTHER_TOKENS = 1200
 HOST_GIB, DISK_GIB = 0.15, 2.0  # a conversation takes 0.07 GiB
 NUM_OTHERS = 3
 DECODED_TOKENS = 120
@@ -112,27 +116,6 @@ def pause(llm: LLM, rng: random.Random) -> list[float]:
     run_others(llm, rng, NUM_OTHERS)
     assert ended.wait(DEADLINE_S)
     return [after - before for before, after in itertools.pairwise(times_s)]
-
-
-def run_turn(llm: LLM, prompt: list[int], session: str) -> tuple[list[int], float]:
-    """The answer, and seconds until its first token."""
-    params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
-    service = ServiceLevel(session_id=session)
-    (answer,) = run_jobs(llm.engine, [(prompt, params)], service=service)
-    assert answer.stats.first_token_s is not None
-    return answer.token_ids, answer.stats.first_token_s - answer.stats.arrival_s
-
-
-def run_others(llm: LLM, rng: random.Random, count: int) -> None:
-    """The pause: other jobs need the device's blocks."""
-    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-    jobs = [(tokens(rng, OTHER_TOKENS), params) for _ in range(count)]
-    run_jobs(llm.engine, jobs)
-
-
-def show_ms(seconds: Sequence[float]) -> str:
-    low, high = min(seconds) * 1e3, max(seconds) * 1e3
-    return f"{statistics.median(seconds) * 1e3:.0f} ms ({low:.0f} to {high:.0f})"
 
 
 def show_gaps(gaps_s: Sequence[float]) -> str:

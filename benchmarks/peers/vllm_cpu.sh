@@ -4,7 +4,6 @@
 #   benchmarks/peers/vllm_cpu.sh setup            installs vLLM into an environment of its own, once
 #   benchmarks/peers/vllm_cpu.sh run [--quick]    sets up, measures, prints tables in Markdown
 #   benchmarks/peers/vllm_cpu.sh queues [--quick] the same where jobs queue, beside FCFS
-#   benchmarks/peers/vllm_cpu.sh agents           agents whose tools pause, beside this server with sessions
 #
 # `run --help` and `queues --help` list the other options. docs/against_vllm.md says what is compared and why.
 set -euo pipefail
@@ -65,9 +64,8 @@ case ${1:-} in
 setup)
     alone install_missing
     ;;
-run | queues | agents)
+run | queues)
     case $1 in
-    agents) program=agent_sessions ;;
     run) program=compare ;;
     queues) program=queues ;;
     esac
@@ -75,13 +73,10 @@ run | queues | agents)
     [[ -x $ROOT/.venv/bin/fastserve ]] || fail "this server is not installed; run: make -C $ROOT install"
     alone install_missing
     cd "$ROOT"
-    if [[ $program = agent_sessions ]]; then
-        exec .venv/bin/python -m benchmarks.agent_sessions --vllm-environment "$ENVIRONMENT" "$@"
-    fi
     exec .venv/bin/python -m "benchmarks.peers.$program" \
         --vllm-environment "$ENVIRONMENT" --cache "$CACHE" "$@"
     ;;
 *)
-    fail "got '${1:-}'; must be setup, run, queues or agents"
+    fail "got '${1:-}'; must be setup, run or queues"
     ;;
 esac

@@ -36,9 +36,6 @@ class VllmSettings:
     kv_cache_gib: int
     threads_bind: str
     """Cores for its OpenMP threads, as VLLM_CPU_OMP_THREADS_BIND has them."""
-    prefix_blocks: tuple[int, int] | None = None
-    """With prefix caching: the number of KV blocks, and the tokens of each. None: without, for
-    random prompts, which have nothing in common."""
 
     def arguments(self) -> list[str]:
         return [
@@ -48,19 +45,10 @@ class VllmSettings:
             f"--max-num-seqs={self.max_num_seqs}",
             f"--max-num-batched-tokens={self.max_num_batched_tokens}",
             f"--max-model-len={self.max_model_len}",
-            *self._caching(),
+            # Prompts are random, so there are no prefixes to find.
+            "--no-enable-prefix-caching",
             "--no-enable-log-requests",
             "--disable-uvicorn-access-log",
-        ]
-
-    def _caching(self) -> list[str]:
-        if self.prefix_blocks is None:
-            return ["--no-enable-prefix-caching"]
-        num_blocks, block_size = self.prefix_blocks
-        return [
-            "--enable-prefix-caching",
-            f"--block-size={block_size}",
-            f"--num-gpu-blocks-override={num_blocks}",
         ]
 
     def environment(self, directory: Path) -> dict[str, str]:

@@ -35,7 +35,7 @@ def agent_gateway(
 ) -> Iterator[RunningGateway]:
     log_path = tmp_path_factory.mktemp("agent-gateway") / "gateway.log"
     url = f"grpc://{agent_server.endpoints.grpc_url}"
-    flags = ("--alias", f"{KNOWN_TO_CODEX}=fastserve", "--response-store-mib", "16")
+    flags = ("--alias", f"{KNOWN_TO_CODEX}=fastserve")
     with running_gateway(url, log_path, *flags) as running:
         yield running
 

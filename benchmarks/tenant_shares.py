@@ -1,6 +1,6 @@
 """What fair shares cost users who take no more than theirs, and what they prevent. Simulated.
 
-    python -m benchmarks.tenant_shares                                  # all cases, 10 minutes
+    python -m benchmarks.tenant_shares                                  # all cases, many minutes
     python -m benchmarks.tenant_shares --case users --policies gittins
 
 The cases, each with tenants and as one tenant for all:

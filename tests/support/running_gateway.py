@@ -15,7 +15,7 @@ import httpx2
 from openai import AsyncOpenAI, OpenAI
 from waiting import wait_for_log
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 60.0
 COMMAND = [sys.executable, "-m", "fastserve_backend", "gateway"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 
 TINY_OPT = {
     "model_type": "opt",

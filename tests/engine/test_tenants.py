@@ -75,9 +75,10 @@ def test_a_flood_of_one_tenant_does_not_delay_another(
         wait_for(lambda: len(persons) == len(prompts) and persons[-1].end is not None)
         for sink, tokens in zip(persons, expected, strict=True):
             assert sink.token_ids == tokens
-            # One iteration may run already, and one may be sent behind it.
-            assert sink.iterations[0] - sink.num_before <= 3
-            assert sink.iterations[-1] - sink.num_before <= NUM_TOKENS + 4
+            # One iteration may run already, and one may be sent behind it. A flood that was alone
+            # is held back once it is charged for the next one.
+            assert sink.iterations[0] - sink.num_before <= 4
+            assert sink.iterations[-1] - sink.num_before <= NUM_TOKENS + 5
         for number in numbers:
             engine.cancel(number)
         assert all(sink.wait().finish_reason is not FinishReason.ERROR for sink in flood)

@@ -197,6 +197,21 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """See `ops.choose`. It never waits for the device, and a CUDA graph can capture it."""
     scores = scores.float()
+    if bias is None and rule.scoring == "softmax" and rule.groups == 1 and rule.margin is None:
+        # Most routers. Each operation is a launch on a GPU, so there is none that they do not need.
+        if rule.renormalises:
+            top, chosen = scores.topk(choices)
+            weights = top.softmax(dim=-1)
+        else:
+            weights, chosen = scores.softmax(dim=-1).topk(choices)
+    else:
+        weights, chosen = _choose_by_keys(scores, choices, rule, bias)
+    return (weights if rule.factor == 1.0 else weights * rule.factor), chosen
+
+
+def _choose_by_keys(
+    scores: Tensor, choices: int, rule: RoutingRule, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     is_softmax = rule.scoring == "softmax"
     parts = scores.softmax(dim=-1) if is_softmax else scores.sigmoid()
     keys = scores
@@ -206,14 +221,13 @@ def choose(
             keys = _of_best_groups(keys, rule)
     chosen = keys.topk(choices).indices
     if rule.margin is not None:
-        weights = _within_margin(scores, chosen, rule.margin)
-    elif is_softmax and rule.renormalises:
-        weights = scores.gather(1, chosen).softmax(dim=-1)
-    else:
-        weights = parts.gather(1, chosen)
-    if rule.renormalises and not is_softmax:
+        return _within_margin(scores, chosen, rule.margin), chosen
+    if is_softmax and rule.renormalises:
+        return scores.gather(1, chosen).softmax(dim=-1), chosen
+    weights = parts.gather(1, chosen)
+    if rule.renormalises:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
-    return weights * rule.factor, chosen
+    return weights, chosen
 
 
 def _of_best_groups(keys: Tensor, rule: RoutingRule) -> Tensor:

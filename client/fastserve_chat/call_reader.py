@@ -20,6 +20,7 @@ from fastserve_chat.call_syntax import (
 from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, Content
 from fastserve_chat.tool import Tool
 from fastserve_chat.written_calls import (
+    NO_ARGUMENTS,
     NoCallError,
     WrittenCall,
     is_xml_closed,
@@ -64,7 +65,6 @@ class BlockProgress:
 
 
 _WAIT = BlockProgress()
-_NO_ARGUMENTS = "{}"
 
 
 class CallBlock(Protocol):
@@ -119,7 +119,7 @@ class FreeBlock:
         for end in ends:
             name = self._named(text[:end])
             if name is not None:
-                return BlockProgress(self._numbers.whole(WrittenCall(name, _NO_ARGUMENTS)), end)
+                return BlockProgress(self._numbers.whole(WrittenCall(name, NO_ARGUMENTS)), end)
         return None
 
     def _named(self, text: str) -> str | None:
@@ -127,7 +127,7 @@ class FreeBlock:
         if self._syntax.value != "json":
             return None
         for header in self._syntax.headers:
-            match = match_header(header, text.rstrip() + _NO_ARGUMENTS)
+            match = match_header(header, text.rstrip() + NO_ARGUMENTS)
             if isinstance(match, HeaderMatch) and match.name in self._tools:
                 is_all = match.value_begin == len(text.rstrip())
                 return match.name if is_all else None

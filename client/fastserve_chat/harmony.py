@@ -14,13 +14,12 @@ from fastserve_chat.call_reader import CallNumbers
 from fastserve_chat.call_syntax import partial_suffix
 from fastserve_chat.parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
 from fastserve_chat.tool import Tool
-from fastserve_chat.written_calls import NoCallError, json_calls
+from fastserve_chat.written_calls import NO_ARGUMENTS, NoCallError, json_calls
 
 _MESSAGE = "<|message|>"
 _NEXT = ("<|start|>", "<|channel|>")
 """What the next header begins with."""
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_NO_ARGUMENTS = "{}"
 _HEADS = (*_NEXT, " to=")
 _BODY_MARKS = (*_ENDS, *_NEXT)
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -69,7 +68,7 @@ class HarmonyReader:
         if self._kind is _Kind.CALL:
             if self._is_enforced:
                 return []
-            return self._whole_call(self._text if self._text.strip() else _NO_ARGUMENTS)
+            return self._whole_call(self._text if self._text.strip() else NO_ARGUMENTS)
         if self._kind is _Kind.HEADER:
             self._kind = _Kind.CONTENT
         self._take(parts, len(self._text))
@@ -117,7 +116,7 @@ class HarmonyReader:
         if any(mark.startswith(rest) and mark != rest for mark in _ENDS):
             return False
         if rest.startswith(_ENDS):
-            parts += self._whole_call(_NO_ARGUMENTS)
+            parts += self._whole_call(NO_ARGUMENTS)
             self._kind = _Kind.SKIPPED
             return True
         if rest[0] != "{":

@@ -18,6 +18,8 @@ _PARAMETER = re.compile(
     rf"\s*{_PARAMETER_BEGIN}([^>\n]+)>(.*?){_PARAMETER_END}(?=\s*(?:{_PARAMETER_BEGIN}|\Z))\s*",
     re.DOTALL,
 )
+NO_ARGUMENTS = "{}"
+"""Of a call that has none."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 

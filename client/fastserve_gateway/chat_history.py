@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastserve_chat.call_messages import function_call
+from fastserve_chat.written_calls import NO_ARGUMENTS
 
 from fastserve_gateway.custom_tools import custom_arguments
 from fastserve_gateway.message_parts import (
@@ -125,4 +126,4 @@ def _function_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, Mapping) or function.get("arguments") not in (None, ""):
         return call
-    return {**call, "function": {**function, "arguments": "{}"}}
+    return {**call, "function": {**function, "arguments": NO_ARGUMENTS}}

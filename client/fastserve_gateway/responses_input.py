@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastserve_chat.call_messages import assistant_message, function_call, tool_message
+from fastserve_chat.written_calls import NO_ARGUMENTS
 
 from fastserve_gateway.chat_conversion import text_field
 from fastserve_gateway.chat_message import MAX_MESSAGES
@@ -107,7 +108,7 @@ class _ItemReader:
             case "reasoning":
                 self._add_reasoning(item, path)
             case "function_call":
-                self._add_call(item, as_text(item.get("arguments")) or "{}", path)
+                self._add_call(item, as_text(item.get("arguments")) or NO_ARGUMENTS, path)
             case "custom_tool_call":
                 self._add_call(item, custom_arguments(as_text(item.get("input"))), path)
             case "function_call_output" | "custom_tool_call_output":

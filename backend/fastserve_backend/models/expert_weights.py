@@ -44,14 +44,16 @@ _OTHER_NAMES = {
 }
 _GATE_UP = ("gate", "up")
 _CHOICE_BIAS = "e_score_correction_bias"
-_GRANITE = {
+_WHOLE_NAMES = {
+    # Granite
     "router.layer.weight": "gate.weight",
     "input_linear.weight": "experts.gate_up_proj",
     "output_linear.weight": "experts.down_proj",
     "shared_mlp.input_linear.weight": "shared_expert.gate_up_proj.weight",
     "shared_mlp.output_linear.weight": "shared_expert.down_proj.weight",
+    "gate.wg.weight": "gate.weight",  # Hunyuan
 }
-_HUNYUAN = {"gate.wg.weight": "gate.weight"}
+"""Of tensors below a block."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -72,7 +74,7 @@ def experts_apart(source: WeightSource, config: ExpertsConfig) -> Iterator[Store
             if whole is None:
                 continue
             stored, name = whole, name.removesuffix(_BLOCKS).removesuffix(_SCALES)
-        name = _GRANITE.get(name, _HUNYUAN.get(name, name))
+        name = _WHOLE_NAMES.get(name, name)
         name = ".".join(_OTHER_NAMES.get(part, part) for part in name.split("."))
         if name.endswith(_CHOICE_BIAS):
             yield _as_row(replace(stored, name=f"{layer}.mlp.choice_bias"))

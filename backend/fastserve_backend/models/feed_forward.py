@@ -42,9 +42,10 @@ class FeedForward:
 
 
 class XIELU:
-    """An activation that is learned (Huang and Schlag 2024): with p = softplus(alpha_p) and
-    n = beta + softplus(alpha_n) it is p · x² + beta · x of a positive x, and of others
-    (e^min(x, eps) - 1 - x) · n + beta · x."""
+    """An activation that is learned (Huang and Schlag 2024).
+
+    Let p be softplus(alpha_p), and n be beta + softplus(alpha_n). A positive x gives
+    p · x² + beta · x. Any other gives (e^min(x, eps) - 1 - x) · n + beta · x."""
 
     def __init__(self, part: ModelPart) -> None:
         self._numbers = {

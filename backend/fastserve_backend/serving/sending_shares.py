@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-# Above it, tenants' shares count. With half of the time, requests beside streams that nobody reads
-# take 1.3 times as long as with a quarter.
+# Above it, tenants' shares count (docs/security.md has the effect). Less would help requests beside
+# a flood more, and would group the tokens of two ordinary tenants, too.
 _BUSY = 0.25
 # Bursts that are shorter cost nobody anything.
 _AVERAGED_S = 0.5
